@@ -1,0 +1,246 @@
+"""Every rounding an attention backend performs, named.
+
+A backend is a preset of the switches below; a switch that the user sets replaces the preset's value. A spec
+is therefore always fully resolved, and the run header prints it. NUMERIC POINTS, in the order of the
+forward and backward pass (paper Algorithms 1 to 3; alpha = 1/sqrt(D)):
+
+    Q, K, V, dO           operands    format of matrix-product inputs, and of P and dS in the backward pass
+    S = alpha Q K^T       scores      round Q K^T, scale, round again; the backward pass rounds dP = dO V^T too
+    S = c tanh(S / c)     softcap     c, or 0 for none (Gemma 2, section 2)
+    m = rowmax(S)         stabilizer  what replaces the row maximum of a tile (Algorithm 3 and variants)
+    P = exp(S - m)        FP32, always
+    l = l a + rowsum(P)   row_sum     the running sum, a = exp(m_old - m_new)
+    P, cast               probs       the cast that feeds P V
+    O = O a + P V         pv          each tile's P V, the rescaled O and their sum
+    O = O / l             output      what is stored, and what the backward pass reads
+    L = m + log l         FP32, always
+    delta                 delta       rowsum(dO O), rowsum(dP P), or rowsum(dO (P V)) with P V made again in FP32
+    dS = P (dP - delta)   FP32, always; dQ, dK, dV are summed in FP32 and cast once
+
+Imports nothing of ours, so that anything may import it.
+"""
+
+import dataclasses
+import functools
+import json
+import math
+from dataclasses import dataclass
+
+# What a choice switch may be. "stochastic" is BF16, rounded up or down at random so that the mean is exact.
+CHOICES = {
+    "operands": ("bf16", "fp32"),
+    "scores": ("bf16", "fp32"),
+    "probs": ("bf16", "fp32", "fp8_e4m3", "fp8_e5m2"),
+    "row_sum": ("fp32", "bf16"),
+    "pv": ("bf16", "fp32"),
+    "output": ("bf16", "fp32", "stochastic"),
+    "delta": ("do_o", "dp_p", "do_o_recomputed"),
+    "stabilizer": ("none", "paper", "capped", "clamp", "fixed", "unconditional", "lazy_max"),
+    "dots": ("ieee", "tf32x3"),
+    "kernel": ("auto", "triton", "emulated"),
+}
+
+_FLASH_BF16 = dict(operands="bf16", scores="bf16", probs="bf16", row_sum="fp32", pv="bf16", output="bf16",
+                   delta="do_o", stabilizer="none")
+PRESETS = {
+    # nanoGPT without flash: materialised scores, softmax in FP32. Its roundings are autocast's, so it has no switches.
+    "standard": dict(operands="bf16", scores="bf16", probs="bf16", row_sum="fp32", pv="fp32", output="bf16",
+                     delta="dp_p", stabilizer="none"),
+    # torch's fused kernels: a FlashAttention-2 class kernel on a GPU. Its roundings are torch's.
+    "sdpa": dict(operands="bf16", scores="fp32", probs="bf16", row_sum="fp32", pv="fp32", output="bf16",
+                 delta="do_o", stabilizer="none"),
+    "flash_bf16": _FLASH_BF16,  # the paper's low-precision arm, which fails
+    "flash_fa2": _FLASH_BF16 | dict(scores="fp32", pv="fp32"),  # what a FlashAttention-2 kernel rounds
+    "flash_fp32": _FLASH_BF16 | dict(operands="fp32", scores="fp32", probs="fp32", pv="fp32", output="fp32"),
+    "stabilized": _FLASH_BF16 | dict(stabilizer="capped"),  # flash_bf16 with P < 1 wherever maxima tie
+}
+BACKENDS = tuple(PRESETS)
+NO_SWITCHES = ("standard", "sdpa")
+FULL = 0  # tile_k: one tile of the whole sequence, no tiling
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """One layer's attention. Fields left None take the preset's value; afterwards none is None.
+
+    Shapes elsewhere: Q, K, V, O, dO are (B, H, T, D). Errors: ValueError with the value at fault and the choices.
+    """
+
+    backend: str = "flash_bf16"
+    operands: str | None = None
+    scores: str | None = None
+    probs: str | None = None
+    row_sum: str | None = None
+    pv: str | None = None
+    output: str | None = None
+    output_heads: tuple[int, ...] = ()  # these heads keep an FP32 O (paper section 3.2), the others follow `output`
+    delta: str | None = None
+    stabilizer: str | None = None
+    beta: float = 2.0  # paper Algorithm 3: m' = beta * rowmax where a positive maximum repeats
+    epsilon: float = 1e-3  # scores within epsilon of the row maximum count as equal to it
+    shift_cap: float = 12.0  # bounds |m' - rowmax|; inf is the paper's rule to the letter, which can underflow to 0/0
+    fixed_shift: float = 1.0  # stabilizer=fixed: m' = rowmax + fixed_shift (Appendix C's negative control)
+    lazy_threshold: float = 8 * math.log(2)  # stabilizer=lazy_max: keep the old maximum until it grows by this
+    softcap: float = 0.0
+    tile_q: int = 128
+    tile_k: int = 128  # FULL (0) turns tiling off; the tile decides where P V is rounded and where ties are seen
+    dots: str = "tf32x3"  # how a kernel multiplies FP32 operands; plain TF32 is not offered
+    kernel: str = "auto"  # triton on a GPU, emulated elsewhere; named in the run header
+
+    def __post_init__(self):
+        if self.backend not in PRESETS:
+            raise ValueError(f"attention={self.backend!r} is no backend; choose from {', '.join(BACKENDS)}")
+        preset = PRESETS[self.backend]
+        for name in preset:
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, preset[name])
+        for name, choices in CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise ValueError(f"{name}={getattr(self, name)!r} is not one of {', '.join(choices)}")
+        self._check_combination(preset)
+        # One canonical string, for custom operators, whose arguments cannot be dataclasses; made here and not on
+        # demand, so that torch.compile sees a constant.
+        object.__setattr__(self, "key", json.dumps(dataclasses.asdict(self)))
+
+    def _check_combination(self, preset):
+        for name in SWITCHES:
+            value = getattr(self, name)
+            if not has_switch(self.backend, name) and value != preset.get(name, DEFAULTS[name]):
+                raise ValueError(f"attention={self.backend} has no switch {name} (asked for {value!r}): its "
+                                 "roundings are torch's; use a flash backend")
+        for name in ("tile_q", "tile_k"):
+            tile = getattr(self, name)
+            if tile < (1 if name == "tile_q" else 0) or tile & (tile - 1) or 0 < tile < 16:
+                raise ValueError(f"{name}={tile} is not a power of two of at least 16"
+                                 + (" (or 0, the whole sequence)" if name == "tile_k" else ""))
+        if self.operands == "fp32" and self.scores == "bf16":
+            raise ValueError("scores=bf16 rounds products of BF16 operands; with operands=fp32 it makes no sense")
+        if self.operands == "fp32" and self.probs != "fp32":
+            raise ValueError(f"probs={self.probs} needs operands=bf16: P and V of one product share a format")
+        if self.output_heads and self.output == "fp32":
+            raise ValueError(f"output_heads={self.output_heads} with output=fp32: every head is FP32 already")
+        if any(h < 0 for h in self.output_heads):
+            raise ValueError(f"output_heads={self.output_heads} has a negative head; heads are counted from 0")
+        if not self.beta > 1:
+            raise ValueError(f"beta={self.beta} must exceed 1, or the shifted maximum still gives P = 1")
+        for name in ("epsilon", "softcap", "fixed_shift", "lazy_threshold"):
+            value = getattr(self, name)
+            if not (0 <= value < math.inf):
+                raise ValueError(f"{name}={value} must be finite and not negative")
+        if not self.shift_cap > 0:
+            raise ValueError(f"shift_cap={self.shift_cap} must be positive (inf is the paper's uncapped rule)")
+        if self.stabilizer == "capped" and self.shift_cap == math.inf:
+            raise ValueError("stabilizer=capped needs a finite shift_cap; the uncapped rule is stabilizer=paper")
+
+    @property
+    def stores_fp32(self) -> bool:
+        """Whether O travels in FP32: all of it, or some heads of it."""
+        return self.output == "fp32" or bool(self.output_heads)
+
+    def describe(self) -> str:
+        """One line for the run header: the backend and every rounding it does."""
+        if self.backend in NO_SWITCHES:
+            cap = f" softcap={self.softcap:g}" if self.softcap else ""
+            return f"{self.backend} (roundings are torch's; {'delta = rowsum(dP P)' if self.backend == 'standard' else 'fused kernel'}){cap}"
+        words = [self.backend] + [f"{n}={getattr(self, n)}" for n in
+                                  ("operands", "scores", "probs", "row_sum", "pv", "output", "delta")]
+        if self.output_heads:
+            words.append("fp32_heads=" + ",".join(map(str, self.output_heads)))
+        words.append(f"stabilizer={self.stabilizer}" + {
+            "none": "",
+            "clamp": "",
+            "fixed": f"(shift={self.fixed_shift:g})",
+            "lazy_max": f"(threshold={self.lazy_threshold:.3g})",
+        }.get(self.stabilizer, f"(beta={self.beta:g},epsilon={self.epsilon:g},cap={self.shift_cap:g})"))
+        if self.softcap:
+            words.append(f"softcap={self.softcap:g}")
+        words.append(f"tiles={self.tile_q}x{self.tile_k or 'full'}")
+        if self.operands == "fp32":
+            words.append(f"dots={self.dots}")
+        return " ".join(words)
+
+
+@functools.lru_cache
+def from_key(key: str) -> AttentionSpec:
+    """The spec whose `key` this is."""
+    fields = json.loads(key)
+    return AttentionSpec(**fields | {"output_heads": tuple(fields["output_heads"])})
+
+
+DEFAULTS = {f.name: f.default for f in dataclasses.fields(AttentionSpec)}
+SWITCHES = tuple(name for name in DEFAULTS if name not in ("backend", "kernel"))
+
+
+def layer_specs(n_layer: int, n_head: int, backend: str, switches: dict | None = None, override: str = "",
+                output_heads: str = "") -> list[AttentionSpec]:
+    """One resolved spec a layer.
+
+    switches: what the user set, by name; each applies to every layer whose backend has it.
+    override: "1=standard", "1=flash_bf16,default=standard", "1=flash_bf16+output=fp32+tile_k=64"; layers from 0.
+    output_heads: "1:0,6,7;3:2" keeps an FP32 O in heads 0, 6, 7 of layer 1 and head 2 of layer 3.
+    Errors: ValueError for an unknown layer, head, backend or switch, and for a switch that no layer can use.
+    """
+    switches = {k: v for k, v in (switches or {}).items() if v is not None}
+    chosen, default = {}, (backend, {})
+    for item in filter(None, override.split(",")):
+        where, equals, what = item.partition("=")
+        name, *extra = what.strip().split("+")
+        own = dict(_parse_switch(text, item) for text in extra)
+        if where.strip() == "default":
+            default = (name, own)
+        elif equals and where.strip().isdigit() and int(where) < n_layer:
+            if int(where) in chosen:
+                raise ValueError(f"attention_override={override!r} names layer {int(where)} twice")
+            chosen[int(where)] = (name, own)
+        else:
+            raise ValueError(f"attention_override item {item!r} is not LAYER=BACKEND or default=BACKEND with a "
+                             f"layer of 0..{n_layer - 1}")
+    heads = _parse_heads(output_heads, n_layer, n_head)
+    layers, used = [], set()
+    for layer in range(n_layer):
+        name, own = chosen.get(layer, default)
+        common = {k: v for k, v in switches.items() if has_switch(name, k)}
+        used.update(common)
+        layers.append(AttentionSpec(backend=name, **common | own | ({"output_heads": heads[layer]} if layer in heads else {})))
+    for name, value in switches.items():
+        if name not in used:
+            raise ValueError(f"{name}={value!r} changes nothing: no layer's backend "
+                             f"({', '.join(sorted({s.backend for s in layers}))}) has that switch")
+    return layers
+
+
+def has_switch(backend: str, name: str) -> bool:
+    """Whether a backend lets the user set this; every backend accepts `kernel`, which rounds nothing."""
+    return backend not in NO_SWITCHES or name == "kernel" or (name == "softcap" and backend == "standard")
+
+
+def _parse_switch(text: str, item: str) -> tuple[str, object]:
+    name, equals, value = text.partition("=")
+    if not equals or name not in SWITCHES or name == "output_heads":
+        raise ValueError(f"attention_override item {item!r}: {text!r} is not SWITCH=VALUE with a switch of "
+                         f"{', '.join(s for s in SWITCHES if s != 'output_heads')}")
+    if name in CHOICES:
+        return name, value
+    try:
+        return name, parse_tile(value) if name.startswith("tile") else float(value)
+    except ValueError:
+        raise ValueError(f"attention_override item {item!r}: {name}={value!r} is not a number") from None
+
+
+def parse_tile(value: str | int) -> int:
+    """A tile length: a number, or "full" for the whole sequence."""
+    return FULL if value == "full" else int(value)
+
+
+def _parse_heads(text: str, n_layer: int, n_head: int) -> dict[int, tuple[int, ...]]:
+    found = {}
+    for item in filter(None, text.split(";")):
+        layer, colon, heads = item.partition(":")
+        numbers = [layer, *heads.split(",")]
+        if not colon or not all(n.strip().isdigit() for n in numbers):
+            raise ValueError(f"output_heads item {item!r} is not LAYER:HEAD,HEAD,... (layers separated by ';')")
+        layer, *heads = map(int, numbers)
+        if layer >= n_layer or max(heads) >= n_head:
+            raise ValueError(f"output_heads item {item!r} is outside layers 0..{n_layer - 1}, heads 0..{n_head - 1}")
+        found[layer] = tuple(sorted(set(heads)))
+    return found
