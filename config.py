@@ -1,0 +1,217 @@
+"""The run's configuration: one flat, frozen dataclass; a TOML file, then --key=value, both strict.
+
+Names are nanoGPT's where nanoGPT has one, with its meaning. Imports nothing of ours.
+"""
+
+import dataclasses
+import difflib
+import sys
+import tomllib
+import types
+import typing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot run: one sentence with the values at fault and the way out."""
+
+
+@dataclass(frozen=True)
+class Config:
+    # Input and output
+    out_dir: str = "runs/out"  # metrics.jsonl, run.json, order.bin and checkpoints go here
+    eval_interval: int = 1000  # steps between evaluations on the validation split
+    eval_iters: int = 100  # batches of batch_size sequences an evaluation, over all ranks together
+    log_interval: int = 1  # steps between records in metrics.jsonl
+    checkpoint_interval: int = 1000  # steps between checkpoints; the last step is always saved
+    keep_checkpoints: int = 3  # checkpoints in the ring; older ones are removed
+    init_from: str = "scratch"  # scratch | resume | a checkpoint file | gpt2 | gpt2-medium | a Hugging Face folder
+    wandb_log: bool = False  # mirror the metrics to wandb; metrics.jsonl stays the truth
+    wandb_mode: Literal["disabled", "offline", "online"] = "disabled"  # wandb_log=true alone means online
+    wandb_project: str = "low-precision-attention"  # wandb project
+    wandb_run_name: str = ""  # wandb run name; empty takes the last part of out_dir
+    wandb_group: str = ""  # wandb group, to lay the arms of one experiment side by side
+    wandb_tags: tuple[str, ...] = ()  # wandb tags
+
+    # Data and its order
+    dataset: str = "data/openwebtext"  # folder with train.bin and val.bin; a bare name is looked up under data/
+    gradient_accumulation_steps: int = 16  # micro-batches a step, the total over all ranks
+    batch_size: int = 32  # sequences a micro-batch
+    block_size: int = 1024  # tokens a sequence
+    record: bool = True  # write every step's token offsets to out_dir/order.bin
+    replay: str = ""  # take the offsets from this order file instead of drawing them
+    seed: int = 1337  # of the weights, the drawn order, dropout and stochastic rounding
+
+    # Model
+    n_layer: int = 12
+    n_head: int = 12
+    n_embd: int = 768
+    dropout: float = 0.0  # on embeddings and residual branches, not on attention probabilities
+    bias: bool = False  # biases in Linear and LayerNorm
+    vocab_size: int = 0  # 0 takes the data set's, rounded up to a multiple of 64
+    gelu: Literal["exact", "tanh"] = "exact"  # nanoGPT's GELU, or the approximation of the released GPT-2 weights
+    qk_norm: bool = False  # normalise queries and keys of each head before the scores
+    qk_clip: float = 0.0  # MuonClip's tau: rescale W_Q and W_K of heads whose largest score exceeds it; 0 is off
+    gated_attention: bool = False  # sigmoid gate on each head's output
+    logit_softcap: float = 0.0  # cap * tanh(logits / cap) on the final logits; 0 is off
+
+    # Attention: a backend is a preset of the switches below it; an unset switch takes the preset's value
+    attention: Literal["standard", "sdpa", "flash_bf16", "flash_fa2", "flash_fp32", "stabilized"] = "flash_bf16"
+    attention_override: str = ""  # per layer, from 0: "1=standard", "1=flash_bf16+output=fp32,default=standard"
+    operands: str | None = None  # bf16 | fp32: inputs of the matrix products
+    scores: str | None = None  # bf16 | fp32: rounding of the scores
+    softcap: float | None = None  # cap * tanh(S / cap) on the attention scores; 0 is off
+    probs: str | None = None  # bf16 | fp32 | fp8_e4m3 | fp8_e5m2: cast of P before P V
+    row_sum: str | None = None  # fp32 | bf16: the running row sum
+    pv: str | None = None  # fp32 | bf16: rounding of each tile's P V and of the running O
+    output: str | None = None  # bf16 | fp32 | stochastic: the stored O
+    output_heads: str = ""  # heads that keep an FP32 O: "1:0,6,7;3:2" is LAYER:HEADS;LAYER:HEADS
+    delta: str | None = None  # do_o | dp_p | do_o_recomputed: how the backward pass gets delta
+    stabilizer: str | None = None  # none | paper | capped | clamp | fixed | unconditional | lazy_max
+    beta: float | None = None  # Algorithm 3's factor on a repeated positive maximum
+    epsilon: float | None = None  # scores within epsilon of the row maximum count as equal to it
+    shift_cap: float | None = None  # bound of the stabilizer's shift; inf is the paper's rule to the letter
+    fixed_shift: float | None = None  # the constant shift of stabilizer=fixed
+    lazy_threshold: float | None = None  # growth at which stabilizer=lazy_max takes a new maximum
+    tile_q: int | None = None  # rows of a tile
+    tile_k: int | Literal["full"] | None = None  # columns of a tile; "full" turns tiling off
+    dots: str | None = None  # ieee | tf32x3: how kernels multiply FP32 operands
+    kernel: str | None = None  # auto | triton | emulated: auto is Triton on a GPU, PyTorch elsewhere
+
+    # Optimizer
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    learning_rate: float = 1e-3  # AdamW's peak learning rate
+    max_iters: int = 600000  # optimizer steps
+    weight_decay: float = 0.0  # AdamW's, on parameters of two or more dimensions
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8  # AdamW's epsilon
+    grad_clip: float = 1.0  # largest gradient norm; 0 is off
+    decay_lr: bool = True  # false keeps the peak learning rate after warm-up
+    warmup_iters: int = 2000  # steps of linear warm-up
+    lr_decay_iters: int = 600000  # step at which the cosine reaches min_lr
+    min_lr: float = 1e-5
+    muon_learning_rate: float = 5e-4  # peak learning rate of the matrices that Muon updates
+    muon_momentum: float = 0.95
+    muon_weight_decay: float = 0.01
+    muon_qkv: Literal["whole", "matrix", "head"] = "matrix"  # what of the fused QKV weight is orthogonalised together
+
+    # System
+    device: str = "auto"  # auto | cpu | cuda; auto takes a GPU where there is one and says so
+    dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"  # autocast of everything but the attention's insides
+    compile: bool = True  # torch.compile the model; attention stays opaque to it
+    deterministic: bool = True  # bit-equal runs, or an error where torch has no deterministic kernel
+    collective_timeout_s: float = 600.0  # a rank that waits longer for the others stops the run
+
+    # Watching
+    probe_interval: int = 0  # steps between probes of ties and W_Q norms; 0 is off
+    probe_sequences: int = 2  # sequences of the step's first micro-batch that a probe reads
+    on_nonfinite: Literal["stop", "skip", "ignore"] = "stop"  # what a non-finite gradient does, before the update
+
+    def __post_init__(self):
+        positive = ("eval_iters eval_interval log_interval checkpoint_interval keep_checkpoints batch_size block_size "
+                    "gradient_accumulation_steps n_layer n_head n_embd max_iters learning_rate lr_decay_iters "
+                    "collective_timeout_s probe_sequences muon_learning_rate").split()
+        not_negative = ("vocab_size dropout qk_clip logit_softcap weight_decay eps grad_clip warmup_iters min_lr "
+                        "probe_interval seed muon_weight_decay").split()
+        for name in positive + not_negative:
+            value = getattr(self, name)
+            if not (value > 0 or (value == 0 and name in not_negative)):
+                raise ConfigError(f"{name}={value} must be {'positive' if name in positive else 'zero or more'}")
+        for name in ("beta1", "beta2", "dropout", "muon_momentum"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ConfigError(f"{name}={getattr(self, name)} must be in [0, 1)")
+        if self.n_embd % self.n_head:
+            raise ConfigError(f"n_embd={self.n_embd} is not divisible by n_head={self.n_head}")
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens an optimizer step reads, over all ranks."""
+        return self.gradient_accumulation_steps * self.batch_size * self.block_size
+
+    @property
+    def sequences_per_step(self) -> int:
+        return self.gradient_accumulation_steps * self.batch_size
+
+    @property
+    def switches(self) -> dict:
+        """The attention switches that the user set, by name."""
+        names = ("operands scores softcap probs row_sum pv output delta stabilizer beta epsilon shift_cap fixed_shift "
+                 "lazy_threshold tile_q tile_k dots kernel").split()
+        chosen = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        if chosen.get("tile_k") == "full":
+            chosen["tile_k"] = 0
+        return chosen
+
+
+HINTS = typing.get_type_hints(Config)
+
+
+def from_file(path: str | Path) -> Config:
+    """The config of a TOML file of flat keys. Errors: ConfigError naming file, key and the nearest known key."""
+    try:
+        table = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        near = ", ".join(sorted(str(p) for p in Path("configs").glob("*.toml"))[:40])
+        raise ConfigError(f"cannot read the config file {path}: {error.strerror}; there are {near}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}") from None
+    return from_dict(table, str(path))
+
+
+def from_dict(table: dict, origin: str) -> Config:
+    """A config from plain values, as a TOML file or a checkpoint holds them. Errors: ConfigError."""
+    values = {}
+    for key, value in table.items():
+        if key not in HINTS:
+            near = difflib.get_close_matches(key, HINTS, n=1, cutoff=0)[0]
+            raise ConfigError(f"{origin}: unknown key {key!r}; the nearest known key is {near!r}")
+        if isinstance(value, list):
+            value = tuple(value)
+        if isinstance(value, int) and not isinstance(value, bool) and _accepts(HINTS[key], 1.0):
+            value = float(value)
+        if not _accepts(HINTS[key], value):
+            raise ConfigError(f"{origin}: {key}={value!r} is not of type {_spell(HINTS[key])}")
+        values[key] = value
+    return Config(**values)
+
+
+def load(argv: list[str]) -> Config:
+    """[CONFIG.toml] [--key=value ...] -> Config; the command line wins. Exits on --help; errors as above."""
+    argv = list(argv)
+    base = from_file(argv.pop(0)) if argv and not argv[0].startswith("-") else Config()
+    if not argv:
+        return base
+    import tyro  # here, so that reading a config file needs nothing but Python
+
+    return tyro.cli(Config, default=base, args=argv, config=(tyro.conf.FlagConversionOff,),
+                    prog="train.py [CONFIG.toml]", description="Train GPT-2 with pluggable attention. Defaults shown are "
+                    "those of the config file, if one is named before the first flag.")
+
+
+def _accepts(hint, value) -> bool:
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Literal:
+        return value in args
+    if origin in (typing.Union, types.UnionType):
+        return any(_accepts(arg, value) for arg in args)
+    if origin is tuple:
+        return isinstance(value, tuple) and all(_accepts(args[0], v) for v in value)
+    return type(value) is hint
+
+
+def _spell(hint) -> str:
+    if typing.get_origin(hint) is Literal:
+        return " | ".join(map(repr, typing.get_args(hint)))
+    return getattr(hint, "__name__", str(hint)) if not typing.get_args(hint) else str(hint).replace("typing.", "")
+
+
+def as_dict(config: Config) -> dict:
+    """Every field, for the run header, checkpoints and wandb."""
+    return dataclasses.asdict(config)
+
+
+if __name__ == "__main__":
+    print(load(sys.argv[1:]))
