@@ -45,9 +45,9 @@ class Config:
     seed: int = 1337  # of the weights, the drawn order, dropout and stochastic rounding
 
     # Model
-    n_layer: int = 12
-    n_head: int = 12
-    n_embd: int = 768
+    n_layer: int = 12  # transformer blocks
+    n_head: int = 12  # attention heads a block
+    n_embd: int = 768  # width
     dropout: float = 0.0  # on embeddings and residual branches, not on attention probabilities
     bias: bool = False  # biases in Linear and LayerNorm
     vocab_size: int = 0  # 0 takes the data set's, rounded up to a multiple of 64
@@ -58,7 +58,7 @@ class Config:
     logit_softcap: float = 0.0  # cap * tanh(logits / cap) on the final logits; 0 is off
 
     # Attention: a backend is a preset of the switches below it; an unset switch takes the preset's value
-    attention: Literal["standard", "sdpa", "flash_bf16", "flash_fa2", "flash_fp32", "stabilized"] = "flash_bf16"
+    attention: Literal["standard", "sdpa", "flash_bf16", "flash_fa2", "flash_fp32", "stabilized"] = "flash_bf16"  # backend
     attention_override: str = ""  # per layer, from 0: "1=standard", "1=flash_bf16+output=fp32,default=standard"
     operands: str | None = None  # bf16 | fp32: inputs of the matrix products
     scores: str | None = None  # bf16 | fp32: rounding of the scores
@@ -81,21 +81,21 @@ class Config:
     kernel: str | None = None  # auto | triton | emulated: auto is Triton on a GPU, PyTorch elsewhere
 
     # Optimizer
-    optimizer: Literal["adamw", "muon"] = "adamw"
+    optimizer: Literal["adamw", "muon"] = "adamw"  # muon: Muon for matrices, AdamW for embeddings, head and vectors
     learning_rate: float = 1e-3  # AdamW's peak learning rate
     max_iters: int = 600000  # optimizer steps
     weight_decay: float = 0.0  # AdamW's, on parameters of two or more dimensions
-    beta1: float = 0.9
-    beta2: float = 0.95
+    beta1: float = 0.9  # AdamW's decay of the mean
+    beta2: float = 0.95  # AdamW's decay of the variance
     eps: float = 1e-8  # AdamW's epsilon
     grad_clip: float = 1.0  # largest gradient norm; 0 is off
     decay_lr: bool = True  # false keeps the peak learning rate after warm-up
     warmup_iters: int = 2000  # steps of linear warm-up
     lr_decay_iters: int = 600000  # step at which the cosine reaches min_lr
-    min_lr: float = 1e-5
+    min_lr: float = 1e-5  # learning rate after the decay
     muon_learning_rate: float = 5e-4  # peak learning rate of the matrices that Muon updates
-    muon_momentum: float = 0.95
-    muon_weight_decay: float = 0.01
+    muon_momentum: float = 0.95  # Muon's decay of the mean
+    muon_weight_decay: float = 0.01  # Muon's, on its matrices
     muon_qkv: Literal["whole", "matrix", "head"] = "matrix"  # what of the fused QKV weight is orthogonalised together
 
     # System
@@ -187,8 +187,9 @@ def load(argv: list[str]) -> Config:
     import tyro  # here, so that reading a config file needs nothing but Python
 
     return tyro.cli(Config, default=base, args=argv, config=(tyro.conf.FlagConversionOff,),
-                    prog="train.py [CONFIG.toml]", description="Train GPT-2 with pluggable attention. Defaults shown are "
-                    "those of the config file, if one is named before the first flag.")
+                    prog="train.py [CONFIG.toml]",
+                    description="Train GPT-2 with pluggable attention. The defaults shown are those of the config "
+                                "file, where one is named before the first flag.")
 
 
 def _accepts(hint, value) -> bool:

@@ -12,6 +12,8 @@ from torch import Tensor
 from attention.spec import AttentionSpec, from_key
 
 NOTHING = (0,)  # shape of a statistic that was not asked for
+Three = tuple[Tensor, Tensor, Tensor]
+Four = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def output_like(q: Tensor, fp32: bool) -> Tensor:
@@ -31,7 +33,7 @@ def differentiable(name: str, forward: Callable, backward: Callable) -> Callable
     """
 
     @torch.library.custom_op(f"{name}_forward", mutates_args=())
-    def op(q: Tensor, k: Tensor, v: Tensor, rng: Tensor, spec: str, want_stats: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def op(q: Tensor, k: Tensor, v: Tensor, rng: Tensor, spec: str, want_stats: bool) -> Four:
         return forward(q, k, v, rng, from_key(spec), want_stats)
 
     @op.register_fake
@@ -43,7 +45,7 @@ def differentiable(name: str, forward: Callable, backward: Callable) -> Callable
                 q.new_empty(rows, dtype=torch.int32), q.new_empty(rows, dtype=acc))
 
     @torch.library.custom_op(f"{name}_backward", mutates_args=())
-    def op_backward(do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, spec: str) -> tuple[Tensor, Tensor, Tensor]:
+    def op_backward(do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, spec: str) -> Three:
         return backward(do, q, k, v, o, lse, from_key(spec))
 
     @op_backward.register_fake

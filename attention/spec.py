@@ -141,7 +141,8 @@ class AttentionSpec:
         """One line for the run header: the backend and every rounding it does."""
         if self.backend in NO_SWITCHES:
             cap = f" softcap={self.softcap:g}" if self.softcap else ""
-            return f"{self.backend} (roundings are torch's; {'delta = rowsum(dP P)' if self.backend == 'standard' else 'fused kernel'}){cap}"
+            how = "delta = rowsum(dP P)" if self.backend == "standard" else "fused kernel"
+            return f"{self.backend} (roundings are torch's; {how}){cap}"
         words = [self.backend] + [f"{n}={getattr(self, n)}" for n in
                                   ("operands", "scores", "probs", "row_sum", "pv", "output", "delta")]
         if self.output_heads:
@@ -201,7 +202,7 @@ def layer_specs(n_layer: int, n_head: int, backend: str, switches: dict | None =
         name, own = chosen.get(layer, default)
         common = {k: v for k, v in switches.items() if has_switch(name, k)}
         used.update(common)
-        layers.append(AttentionSpec(backend=name, **common | own | ({"output_heads": heads[layer]} if layer in heads else {})))
+        layers.append(AttentionSpec(backend=name, output_heads=heads.get(layer, ()), **common | own))
     for name, value in switches.items():
         if name not in used:
             raise ValueError(f"{name}={value!r} changes nothing: no layer's backend "
