@@ -14,6 +14,9 @@ from pathlib import Path
 from typing import Literal
 
 
+Backend = Literal["standard", "sdpa", "flash_bf16", "flash_fa2", "flash_fp32", "stabilized"]
+
+
 class ConfigError(ValueError):
     """A configuration that cannot run: one sentence with the values at fault and the way out."""
 
@@ -58,7 +61,7 @@ class Config:
     logit_softcap: float = 0.0  # cap * tanh(logits / cap) on the final logits; 0 is off
 
     # Attention: a backend is a preset of the switches below it; an unset switch takes the preset's value
-    attention: Literal["standard", "sdpa", "flash_bf16", "flash_fa2", "flash_fp32", "stabilized"] = "flash_bf16"  # backend
+    attention: Backend = "flash_bf16"  # backend of every layer that attention_override does not name
     attention_override: str = ""  # per layer, from 0: "1=standard", "1=flash_bf16+output=fp32,default=standard"
     operands: str | None = None  # bf16 | fp32: inputs of the matrix products
     scores: str | None = None  # bf16 | fp32: rounding of the scores
