@@ -38,7 +38,7 @@ class _Rows:
         while self.rows and not self._whole(self.rows - 1, self._read(self.rows - 1)):
             self.rows, dropped = self.rows - 1, dropped + 1
         if dropped:
-            print(f"{self.path}: dropped {dropped} torn row{'s' * (dropped > 1)} at the end, {self.rows} rows stay", flush=True)
+            print(f"{self.path}: dropped {dropped} torn row{'s' * (dropped > 1)} at the end, {self.rows} whole rows stay")
 
     def row(self, step: int) -> np.ndarray:
         """Offsets of the step's sequences, int64 (sequences_per_step,). OrderError past the end or where damaged."""
@@ -112,7 +112,8 @@ class OrderFile(_Rows):
             recorded, ours = getattr(self.header, name), getattr(header, name)
             if recorded != ours:
                 raise OrderError(f"the order file {self.path} was recorded with {name}={recorded} on "
-                                 f"{self.header.dataset!r}, but this run has {name}={ours} on {header.dataset!r}; {way_out}")
+                                 f"{self.header.dataset!r}, but this run has {name}={ours} on {header.dataset!r}; "
+                                 f"{way_out}")
         if steps is not None and steps > self.rows:
             raise OrderError(f"the run needs {steps} steps, but the order file {self.path} has {self.rows}; lower "
                              "max_iters or record a longer order")
