@@ -1,0 +1,216 @@
+"""Checkpoints that a kill, a full disk or a flipped bit cannot turn into a lost run.
+
+A checkpoint is one file `out_dir/ckpt_{step:08d}.pt` in torch.save's zip format, and nothing beside it. It is written
+under a temporary name, forced to disk and renamed, so the name exists only for a complete file. The zip format stores
+a CRC-32 of every record, which torch writes but does not compare when it loads; `load` does, before it reads anything.
+"""
+
+import contextlib
+import os
+import re
+import zipfile
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+_NAME = re.compile(r"ckpt_(\d{8,})\.pt")
+_PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype, torch.Size, torch.device)
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint could not be written or read; the message names the file, the reason and the last good one."""
+
+
+class _Sink:
+    """A file that remembers its first failure instead of raising inside torch's C++ writer, which may not unwind."""
+
+    def __init__(self, fd: int):
+        self.fd, self.error = fd, None
+
+    def write(self, data) -> int:
+        view = memoryview(data).cast("B")
+        done = 0
+        while done < len(view) and self.error is None:
+            try:
+                done += os.write(self.fd, view[done:])
+            except OSError as error:
+                self.error = error
+        return len(view)
+
+    def flush(self) -> None:
+        pass
+
+
+def save(out_dir: str | Path, step: int, state: dict, keep: int) -> Path:
+    """Writes {"step": step, **state} atomically and removes all but the newest `keep` checkpoints.
+
+    `state` holds nested dicts, lists and tuples of tensors and plain values. Tensors are read, never changed, and all
+    has been read on return: pass live ones from the training loop, or CPU clones from a background thread (one save at
+    a time). Checkpoints of later steps than this one belong to a run that was rewound; they are renamed to `*.stale`,
+    so that a later resume does not jump onto that branch.
+    Raises CheckpointError if a floating-point tensor holds NaN or infinity (so a broken model never pushes healthy
+    checkpoints out of the ring), if a value could not be loaded again, and on any failure of the disk.
+    """
+    if keep < 1:
+        raise ValueError(f"keep_checkpoints={keep}: at least one checkpoint has to stay, so give 1 or more")
+    out_dir = Path(out_dir)
+    path = out_dir / f"ckpt_{step:08d}.pt"
+    _check_values(state, "", path)
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        out_dir.mkdir(parents=True, exist_ok=True)
+        for leftover in out_dir.glob("ckpt_*.pt.tmp"):  # of a run that was killed while it saved
+            leftover.unlink()
+        _write({"step": step, **state}, temporary)
+        os.replace(temporary, path)
+        _sync_folder(out_dir)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        last = latest(out_dir)
+        raise CheckpointError(f"{path} was not written ({error.strerror or error}); "
+                              f"{f'the last good checkpoint is {last}' if last else 'there is no earlier one'}"
+                              ) from error
+    try:
+        _prune(out_dir, step, keep)
+    except OSError as error:
+        raise CheckpointError(f"{path} is safe, but an older checkpoint could not be removed "
+                              f"({error.strerror or error}: {error.filename})") from error
+    return path
+
+
+def checkpoints(out_dir: str | Path) -> list[Path]:
+    """All checkpoints of a folder, oldest step first; an absent folder has none."""
+    return sorted((path for path in Path(out_dir).glob("ckpt_*.pt") if _NAME.fullmatch(path.name)), key=_step)
+
+
+def latest(out_dir: str | Path) -> Path | None:
+    """The checkpoint of the highest step, or None. Not opened: `load_latest` also checks it."""
+    return (checkpoints(out_dir) or [None])[-1]
+
+
+def load(path: str | Path, device: str | torch.device = "cpu") -> dict:
+    """Reads a checkpoint with its tensors on `device`. Never unpickles anything but tensors and plain values.
+
+    Raises CheckpointError if the file is absent, damaged in any byte that matters, or holds other objects; the message
+    names the next older checkpoint that is intact.
+    """
+    path = Path(path)
+    torch.empty(0, device=device)  # a device that is missing raises here: it is no fault of the file
+    problem = _problem(path)
+    if problem is None:
+        try:
+            return torch.load(path, map_location=device, weights_only=True)
+        except (MemoryError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:  # pickle, zip and torch each have their own; every one means: cannot be used
+            problem = f"cannot be loaded ({str(error).strip().splitlines()[0] if str(error).strip() else repr(error)})"
+    older = [other for other in checkpoints(path.parent)
+             if other != path and (not _NAME.fullmatch(path.name) or _step(other) < _step(path))]
+    good = next((other for other in reversed(older) if _problem(other) is None), None)
+    raise CheckpointError(f"{path} {problem}; "
+                          f"{f'the next older good one is {good}' if good else 'there is no older good one'}")
+
+
+def load_latest(out_dir: str | Path, device: str | torch.device = "cpu", say: Callable[[str], None] = print) -> dict:
+    """Loads the newest checkpoint that is intact, and says which damaged ones it passed over.
+
+    Raises CheckpointError if the folder has none that can be read.
+    """
+    paths = checkpoints(out_dir)
+    for path in reversed(paths):
+        try:
+            return load(path, device)
+        except CheckpointError as error:
+            say(f"passed over a damaged checkpoint: {error}")
+    raise CheckpointError(f"{out_dir} has no {'readable ' if paths else ''}checkpoint (ckpt_*.pt) to resume from; "
+                          "start with init_from=scratch or give the out_dir of an earlier run")
+
+
+def strip_prefixes(state_dict: dict) -> dict:
+    """The same entries under the names of the plain model: without torch.compile's `_orig_mod.`, which may stand at any
+    depth, and DDP's leading `module.`. Raises ValueError if two names become one."""
+    plain = {}
+    for name, value in state_dict.items():
+        parts = [part for part in name.split(".") if part != "_orig_mod"]
+        while len(parts) > 1 and parts[0] == "module":
+            parts = parts[1:]
+        short = ".".join(parts)
+        if short in plain:
+            raise ValueError(f"two entries of the state dict are called {short} once prefixes are removed")
+        plain[short] = value
+    return plain
+
+
+def _step(path: Path) -> int:
+    return int(_NAME.fullmatch(path.name)[1])
+
+
+def _write(state: dict, path: Path) -> None:
+    """Writes and forces to disk; raises OSError with the system's reason."""
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    try:
+        sink = _Sink(fd)
+        torch.save(state, sink)
+        if sink.error is not None:
+            raise sink.error
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _prune(out_dir: Path, step: int, keep: int) -> None:
+    """Keeps the newest `keep` checkpoints up to `step`, and renames those of later steps."""
+    older = [path for path in checkpoints(out_dir) if _step(path) <= step]
+    for later in checkpoints(out_dir)[len(older):]:
+        stale = later.with_name(later.name + ".stale")
+        os.replace(later, stale)
+        print(f"{later} is of a later step than {step}, which this run was rewound to; renamed to {stale.name}")
+    for old in older[:-keep]:
+        old.unlink()
+
+
+def _sync_folder(folder: Path) -> None:
+    """Forces the rename itself to disk: without it a power cut may bring the old folder back."""
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _check_values(value, name: str, path: Path) -> None:
+    """Refuses what should not be saved: non-finite tensors, and objects that weights_only loading would reject."""
+    if isinstance(value, Tensor):
+        if (value.is_floating_point() or value.is_complex()) and not torch.isfinite(value).all():
+            bad = int((~torch.isfinite(value)).sum())
+            raise CheckpointError(f"{path} was not written: {bad} of the {value.numel()} values of {name} are NaN or "
+                                  f"infinite; the last good checkpoint is {latest(path.parent) or 'none'}")
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            _check_values(key, f"{name} key {key!r}", path)
+            _check_values(item, f"{name}.{key}" if name else str(key), path)
+    elif type(value) in (list, tuple):
+        for index, item in enumerate(value):
+            _check_values(item, f"{name}[{index}]", path)
+    elif type(value) not in _PLAIN:
+        raise CheckpointError(f"{path} was not written: {name} is a {type(value).__name__}, which a safe load would "
+                              "refuse; save tensors, numbers, strings, and dicts, lists or tuples of them")
+
+
+def _problem(path: Path) -> str | None:
+    """What is wrong with the file, or None: compares every record with the CRC-32 that torch.save wrote."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            damaged = archive.testzip()
+    except FileNotFoundError:
+        return "does not exist"
+    except OSError as error:
+        return f"cannot be read ({error.strerror or error})"
+    # Damaged headers surface as whatever field they hit: a bad signature, an unknown compression, a broken name.
+    except (zipfile.BadZipFile, zlib.error, NotImplementedError, RuntimeError, ValueError, EOFError, LookupError):
+        return "is damaged or incomplete (not a readable zip archive)"
+    return None if damaged is None else f"is damaged (checksum of its record {damaged})"
