@@ -1,0 +1,227 @@
+"""The log of a run: metrics.jsonl is the truth, run.json its header, tqdm and wandb are mirrors that cannot stop it."""
+
+import datetime
+import gzip
+import json
+import lzma
+import math
+import os
+import secrets
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from tqdm import tqdm
+
+from mirror import Wandb
+
+WINDOW, RISE = 50, 0.5  # of `step_of_failure`: logged losses in the running mean, nats
+_TO_JSON = {math.inf: "Infinity", -math.inf: "-Infinity"}
+_FROM_JSON = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+
+
+class MetricsError(RuntimeError):
+    """The log cannot be written or read. Fatal: a run that leaves no record is worth nothing."""
+
+
+def to_json(value, indent: int | None = None) -> str:
+    """Strict JSON: NaN and infinities become the strings "NaN", "Infinity" and "-Infinity", which every reader accepts
+    (the bare words that json.dumps writes are no JSON); 0-dimensional tensors and arrays become numbers."""
+    return json.dumps(_plain(value), allow_nan=False, indent=indent, ensure_ascii=False)
+
+
+def read_metrics(run: str | Path) -> list[dict]:
+    """The records of a run, by step. `run` is its folder or a metrics file, plain or compressed (.gz, .xz).
+
+    Where a resumed run logged a step again, the later record wins. A torn line (of a killed run) is skipped with a
+    message. "NaN" and the infinities come back as floats. Raises MetricsError where there is no such file.
+    """
+    path = find_metrics(run)
+    by_step = {}
+    for number, line in enumerate(_read(path).splitlines(), 1):
+        try:
+            record = json.loads(line)
+        except ValueError:
+            if line.strip():
+                print(f"{path}: line {number} is torn and was skipped", file=sys.stderr)
+            continue
+        if not isinstance(record, dict) or not isinstance(record.get("step"), int):
+            raise MetricsError(f"{path}: line {number} is no record with a step; is this a metrics.jsonl file?")
+        by_step[record["step"]] = {key: _FROM_JSON.get(value, value) if isinstance(value, str) else value
+                                   for key, value in record.items()}
+    return [by_step[step] for step in sorted(by_step)]
+
+
+def find_metrics(run: str | Path) -> Path:
+    """The metrics file of a run's folder, or the file itself; raises MetricsError if there is none."""
+    run = Path(run)
+    candidates = [run / f"metrics.jsonl{suffix}" for suffix in ("", ".gz", ".xz")] if run.is_dir() else [run]
+    for path in candidates:
+        if path.is_file():
+            return path
+    raise MetricsError(f"{run} has no metrics.jsonl (nor .gz, .xz); give the out_dir of a run or such a file")
+
+
+def read_run(run: str | Path) -> dict:
+    """The header of a run: run.json of its folder, or for a file X.jsonl[.gz|.xz] the X.run.json or run.json beside
+    it; {} where there is none. Raises MetricsError if it is no JSON."""
+    run = Path(run)
+    folder = run if run.is_dir() else run.parent
+    names = ["run.json"] if run.is_dir() else [f"{run.name.split('.jsonl')[0]}.run.json", "run.json"]
+    for path in (folder / name for name in names):
+        if path.is_file():
+            try:
+                return json.loads(path.read_text(encoding="utf-8"))
+            except ValueError as error:
+                raise MetricsError(f"{path} is no valid JSON ({error}); repair it, or move it away") from error
+    return {}
+
+
+def step_of_failure(steps: Sequence[int], losses: Sequence[float]) -> int | None:
+    """The step at which a run counts as failed, or None. The one rule used everywhere:
+
+    the first logged step whose loss is not finite, or at which the mean of the last 50 logged losses exceeds the
+    smallest such mean so far by more than 0.5 nats. Windows are full: before the 50th logged loss only the first half
+    of the rule can apply.
+    """
+    smallest = math.inf
+    for i, (step, loss) in enumerate(zip(steps, losses, strict=True)):
+        if not math.isfinite(loss):
+            return step
+        if i + 1 >= WINDOW:
+            mean = math.fsum(losses[i + 1 - WINDOW:i + 1]) / WINDOW
+            smallest = min(smallest, mean)
+            if mean > smallest + RISE:
+                return step
+    return None
+
+
+class Metrics:
+    """Writes a run's log. On ranks with enabled=False every method does nothing.
+
+    out_dir/metrics.jsonl: one line a record, each in one write, so that a kill tears the last line at most.
+    out_dir/run.json: {"run_id", "config", **run_info, "sessions": [...]}, replaced atomically. In a folder that has
+    one, this run is a resumed one: what was saved stays, and a session is added that tells which values changed.
+    config_dict holds Config's fields; its wandb_* ones decide about wandb, which is imported only if asked for. The
+    run id lets a resumed run continue its curve there; one that is passed wins over the saved one.
+    Raises MetricsError where the log cannot be written. Nothing that wandb or the progress bar does ends a run.
+    """
+
+    def __init__(self, out_dir: str | Path, config_dict: dict, run_info: dict, enabled: bool = True,
+                 run_id: str | None = None):
+        self.enabled, self.run_id, self._fd = enabled, run_id, None
+        if not enabled:
+            return
+        out_dir, config = Path(out_dir), config_dict
+        self.path, self._header = out_dir / "metrics.jsonl", out_dir / "run.json"
+        try:
+            self._open(json.loads(to_json({"config": config, **run_info})))
+        except OSError as error:
+            raise MetricsError(f"the log of this run cannot be kept in {out_dir}: {error.strerror} "
+                               f"({error.filename or self.path})") from error
+        self._bar = tqdm(total=config.get("max_iters"), initial=run_info.get("start_step", 0), unit="step",
+                         disable=not sys.stderr.isatty(), dynamic_ncols=True)
+        mode = config.get("wandb_mode", "disabled")
+        if config.get("wandb_log") and mode == "disabled":
+            mode = "online"  # nanoGPT's switch alone
+        self._mirror = Wandb(mode, self.say, id=self.run_id, dir=str(out_dir), config=self._run,
+                              project=config.get("wandb_project") or None,
+                              name=config.get("wandb_run_name") or out_dir.name,
+                              group=config.get("wandb_group") or None, tags=list(config.get("wandb_tags", ())) or None)
+
+    def log(self, record: dict) -> None:
+        """Appends one record; it has an integer "step". The same step may be logged again after a resume."""
+        if not self.enabled:
+            return
+        line = (to_json(record) + "\n").encode()
+        try:
+            written = os.write(self._fd, line)
+            if written < len(line):  # a disk that fills up takes a part; the second call says why
+                os.write(self._fd, line[written:])
+        except OSError as error:
+            raise MetricsError(f"step {record['step']} could not be logged to {self.path} ({error.strerror}); make "
+                               "room and go on with init_from=resume") from error
+        self._bar.update(max(0, record["step"] - self._bar.n))
+        if "loss" in record:
+            self._bar.set_postfix_str(f"loss {float(record['loss']):.4f}", refresh=False)
+        self._mirror.log(_plain(record, floats=True))
+
+    def say(self, *values) -> None:
+        """Prints without tearing the progress bar."""
+        if self.enabled:
+            tqdm.write(" ".join(map(str, values)))
+            sys.stdout.flush()
+
+    def update_run(self, **fields) -> None:
+        """Replaces top-level fields of run.json, such as the hash of an order that has grown."""
+        if self.enabled:
+            self._run.update(fields)
+            self._write_header()
+
+    def close(self, exit_code: int = 0) -> None:
+        """Ends the session in run.json and in wandb; may be called twice."""
+        if self._fd is None:
+            return
+        os.close(self._fd)
+        self._fd = None
+        self._bar.close()
+        self._run["sessions"][-1].update(ended=_now(), exit_code=exit_code)
+        try:
+            self._write_header()
+        except MetricsError as error:  # every record is safe, and what ended the run matters more
+            self.say(error)
+        self._mirror.finish(exit_code)
+
+    def _open(self, now: dict) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        before = read_run(self.path.parent)
+        self.run_id = self.run_id or before.get("run_id") or secrets.token_hex(4)
+        session = {"started": _now()}
+        if before:
+            session["changed"] = {key: value for key, value in now.items() if value != before.get(key)}
+            if "config" in session["changed"]:
+                old = before.get("config", {})
+                session["changed"]["config"] = {k: v for k, v in now["config"].items() if k not in old or v != old[k]}
+        self._run = now | before | {"run_id": self.run_id, "sessions": [*before.get("sessions", ()), session]}
+        self._write_header()
+        self._fd = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+        size = os.fstat(self._fd).st_size
+        if size and os.pread(self._fd, 1, size - 1) != b"\n":
+            os.write(self._fd, b"\n")  # a kill tore the last line: close it, so that only that one is lost
+
+    def _write_header(self) -> None:
+        temporary = self._header.with_name("run.json.tmp")
+        try:
+            with open(temporary, "w", encoding="utf-8") as file:
+                file.write(to_json(self._run, indent=1) + "\n")
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, self._header)
+        except OSError as error:
+            raise MetricsError(f"{self._header} could not be written ({error.strerror})") from error
+
+
+def _plain(value, floats: bool = False):
+    """Python values of anything that json or wandb should store; floats=True leaves non-finite numbers as they are."""
+    if isinstance(value, dict):
+        return {str(key): _plain(item, floats) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item, floats) for item in value]
+    if not isinstance(value, bool | int | float | str | None):
+        value = value.item() if hasattr(value, "item") else str(value)
+    if isinstance(value, float) and not floats and not math.isfinite(value):
+        return _TO_JSON.get(value, "NaN")
+    return value
+
+
+def _read(path: Path) -> str:
+    opener = {".gz": gzip.open, ".xz": lzma.open}.get(path.suffix, open)
+    try:
+        with opener(path, "rb") as file:
+            return file.read().decode("utf-8", errors="replace")
+    except (OSError, EOFError, lzma.LZMAError) as error:
+        raise MetricsError(f"{path} cannot be read: {error}") from error
+
+
+def _now() -> str:
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
