@@ -24,6 +24,10 @@ class CheckpointError(RuntimeError):
     """A checkpoint could not be written or read; the message names the file, the reason and the last good one."""
 
 
+class NonFiniteState(CheckpointError):
+    """Refused: a floating-point tensor of the state holds NaN or infinity."""
+
+
 class _Sink:
     """A file that remembers its first failure instead of raising inside torch's C++ writer, which may not unwind."""
 
@@ -51,8 +55,9 @@ def save(out_dir: str | Path, step: int, state: dict, keep: int) -> Path:
     has been read on return: pass live ones from the training loop, or CPU clones from a background thread (one save at
     a time). Checkpoints of later steps than this one belong to a run that was rewound; they are renamed to `*.stale`,
     so that a later resume does not jump onto that branch.
-    Raises CheckpointError if a floating-point tensor holds NaN or infinity (so a broken model never pushes healthy
-    checkpoints out of the ring), if a value could not be loaded again, and on any failure of the disk.
+    Raises NonFiniteState if a floating-point tensor holds NaN or infinity (so a broken model never pushes healthy
+    checkpoints out of the ring), and CheckpointError if a value could not be loaded again and on any failure of the
+    disk.
     """
     if keep < 1:
         raise ValueError(f"keep_checkpoints={keep}: at least one checkpoint has to stay, so give 1 or more")
@@ -187,7 +192,7 @@ def _check_values(value, name: str, path: Path) -> None:
     if isinstance(value, Tensor):
         if (value.is_floating_point() or value.is_complex()) and not torch.isfinite(value).all():
             bad = int((~torch.isfinite(value)).sum())
-            raise CheckpointError(f"{path} was not written: {bad} of the {value.numel()} values of {name} are NaN or "
+            raise NonFiniteState(f"{path} was not written: {bad} of the {value.numel()} values of {name} are NaN or "
                                   f"infinite; the last good checkpoint is {latest(path.parent) or 'none'}")
     elif isinstance(value, dict):
         for key, item in value.items():

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-
 Backend = Literal["standard", "sdpa", "flash_bf16", "flash_fa2", "flash_fp32", "stabilized"]
 
 

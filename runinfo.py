@@ -56,7 +56,8 @@ def print_header(info: dict, group) -> None:
         "data": f"{info['data']['path']}, {info['data']['tokens']:,} tokens, sha256 {info['data']['sha256'][:12]}",
         "order": f"{order['mode']} {order['path']}" + (f", {order['rows']} rows, sha256 {order['sha256'][:12]}"
                                                        if order["sha256"] else ""),
-        "device": f"{info['device_name']}, attention by {', '.join(info['kernels'])}, autocast {info['config']['dtype']}",
+        "device": f"{info['device_name']}, attention by {' and '.join(info['kernels'])}, "
+                  f"autocast {info['config']['dtype']}",
         "code": f"commit {info['git_commit'][:12]}{' (changed)' if info['git_dirty'] else ''}, "
                 + ", ".join(f"{k} {v}" for k, v in info["versions"].items() if v),
     }
@@ -89,7 +90,8 @@ def _runs(lines: list[str]):
 def _git() -> dict:
     """The commit that runs, and whether tracked files differ from it; "unknown" outside a git checkout."""
     def ask(*args):
-        return subprocess.run(["git", *args], cwd=Path(__file__).parent, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+        return subprocess.run(["git", *args], cwd=Path(__file__).parent, capture_output=True, text=True, timeout=10,
+                              check=True).stdout.strip()
 
     try:
         return {"git_commit": ask("rev-parse", "HEAD"), "git_dirty": bool(ask("status", "--porcelain", "-uno"))}

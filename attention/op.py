@@ -82,7 +82,7 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> None:
         raise ValueError(f"attention over an empty shape {tuple(q.shape)}: B, H, T and D must be at least 1")
     if q.dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
         raise ValueError(f"attention takes float64, float32, bfloat16 or float16 tensors, got {q.dtype}")
-    if q.dtype == torch.float16 and spec.operands == "bf16" and spec.backend not in ("standard", "sdpa"):
+    if q.dtype == torch.float16 and spec.rounds_bf16:
         raise ValueError(f"{spec.backend} rounds to BF16 but its inputs are float16; with dtype=float16 use "
                          "standard, sdpa or flash_fp32")
     if any(head >= q.shape[1] for head in spec.output_heads):

@@ -137,6 +137,11 @@ class AttentionSpec:
         """Whether O travels in FP32: all of it, or some heads of it."""
         return self.output == "fp32" or bool(self.output_heads)
 
+    @property
+    def rounds_bf16(self) -> bool:
+        """Whether this project's own code rounds to BF16 here, which float16 inputs would not survive."""
+        return self.operands == "bf16" and self.backend not in NO_SWITCHES
+
     def describe(self) -> str:
         """One line for the run header: the backend and every rounding it does."""
         if self.backend in NO_SWITCHES:

@@ -1,0 +1,78 @@
+"""From a config to a plan: everything a user can get wrong is found here, before anything is started or written."""
+
+import dataclasses
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import checkpoint
+from attention import AttentionSpec, layer_specs
+from config import Config, ConfigError
+from data.loader import Tokens, open_tokens, valid_starts
+from model import GPTConfig
+from replay.order import Header, OrderError, OrderFile
+
+
+@dataclass
+class Plan:
+    """What a run needs, read and checked: nothing is started or written yet."""
+
+    specs: list[AttentionSpec]
+    tokens: dict[str, Tokens]
+    header: Header
+    order: OrderFile | None  # None draws the offsets
+    model_args: GPTConfig
+    state: dict | None  # a checkpoint to go on from
+    start: int  # finished steps
+
+
+def prepare(config: Config) -> Plan:
+    """Checks everything a user can get wrong. Errors: ValueError (ConfigError, DataError, ...), CheckpointError."""
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    if config.gradient_accumulation_steps % world:
+        raise ConfigError(f"gradient_accumulation_steps={config.gradient_accumulation_steps} is the total over ranks "
+                          f"and is not divisible by the {world} ranks; use a multiple of {world}")
+    specs = layer_specs(config.n_layer, config.n_head, config.attention, config.switches, config.attention_override,
+                        config.output_heads)
+    if config.dtype == "float16" and any(s.rounds_bf16 for s in specs):
+        raise ConfigError(f"dtype=float16 with attention={config.attention}: that backend rounds to BF16; use "
+                          "standard, sdpa or flash_fp32 with float16, or dtype=bfloat16")
+    out = Path(config.out_dir)
+    if config.init_from != "resume" and (checkpoint.checkpoints(out) or (out / "metrics.jsonl").exists()):
+        raise ConfigError(f"out_dir={out} already holds a run; go on with --init_from=resume or choose another out_dir")
+
+    folder = Path(config.dataset)
+    if len(folder.parts) == 1 and not folder.is_dir():
+        folder = Path("data") / folder
+    tokens = {split: open_tokens(folder, split) for split in ("train", "val")}
+    for split in tokens.values():
+        valid_starts(split.n_tokens, config.block_size)
+    header = Header(dataset=folder.name, n_tokens=tokens["train"].n_tokens, sha256=tokens["train"].sha256,
+                    block_size=config.block_size, sequences_per_step=config.sequences_per_step, seed=config.seed)
+    order = None
+    if config.replay:
+        order = OrderFile(config.replay)
+        tokens["train"].verify()  # the bytes, not what meta.json claims of them
+        order.check(header)
+        if order.rows < config.max_iters:
+            raise OrderError(f"{config.replay} holds {order.rows} steps, but max_iters={config.max_iters} asks for "
+                             f"more; set --max_iters={order.rows} or less")
+
+    vocabulary = config.vocab_size or -(-tokens["train"].vocab_size // 64) * 64
+    if vocabulary < tokens["train"].vocab_size:
+        raise ConfigError(f"vocab_size={vocabulary} is below the {tokens['train'].vocab_size} of {folder}")
+    model_args = GPTConfig(**{f.name: getattr(config, f.name) for f in dataclasses.fields(GPTConfig)
+                              if f.name != "vocab_size"}, vocab_size=vocabulary)
+    state = None
+    if config.init_from == "resume":
+        state = checkpoint.load_latest(out)
+    elif config.init_from.endswith(".pt"):
+        state = checkpoint.load(Path(config.init_from), "cpu")
+    for name, saved in (state or {}).get("model_args", {}).items():
+        if name != "dropout" and getattr(model_args, name) != saved:
+            raise ConfigError(f"{name}={getattr(model_args, name)!r}, but the checkpoint has {name}={saved!r}; the "
+                              "model of a checkpoint cannot change")
+    start = state["step"] if state else 0
+    if start > config.max_iters:
+        raise ConfigError(f"the checkpoint is at step {start}, past max_iters={config.max_iters}; raise --max_iters")
+    return Plan(specs, tokens, header, order, model_args, state, start)
