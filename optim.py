@@ -173,8 +173,9 @@ class Optimizers:
 def build_optimizer(model: nn.Module, config, device_type: str) -> Optimizers:
     """The optimizers that `config` asks for, over the parameters of a bare GPT (before compile and DDP).
 
-    AdamW: weight decay on parameters of two and more dimensions only, as nanoGPT; fused on a GPU. Muon: every matrix
-    inside the blocks, the fused QKV weight in its own group cut as muon_qkv says. Errors: ValueError.
+    AdamW: weight decay on parameters of two and more dimensions only, as nanoGPT; fused on GPU and CPU, elementwise and
+    hence deterministic. Muon: every matrix inside the blocks, the fused QKV weight in its own group, cut as muon_qkv
+    says. Errors: ValueError.
     """
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     muon, split = [], {"whole": 1, "matrix": 3, "head": 3 * model.config.n_head}
@@ -195,7 +196,7 @@ def build_optimizer(model: nn.Module, config, device_type: str) -> Optimizers:
              group("adamw, not decayed", [n for n in rest if named[n].dim() < 2], config.learning_rate,
                    weight_decay=0.0)]
     optimizers = {"adamw": torch.optim.AdamW([g for g in found if g["params"]], betas=(config.beta1, config.beta2),
-                                             eps=config.eps, fused=device_type == "cuda")}
+                                             eps=config.eps, fused=device_type in ("cuda", "cpu"))}
     if muon:
         base = config.muon_learning_rate
         optimizers["muon"] = Muon(
