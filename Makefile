@@ -1,0 +1,36 @@
+# `make demo` and `make test` install what they need into .venv first.
+# PYTHON=python3 make ... uses an existing environment as it is, and installs nothing.
+ifdef PYTHON
+  PY := $(PYTHON)
+  READY :=
+else
+  PY := .venv/bin/python
+  READY := .venv/ready
+endif
+
+.PHONY: help install demo test lint bench test-gpu
+help:  ## this list
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
+
+install: $(READY)  ## packages into .venv (Python 3.11 or 3.12)
+
+# Without PYTHON: python3.12 or python3.11 where one is there, else whatever python3 is.
+.venv/ready: requirements.txt requirements-dev.txt
+	test -x .venv/bin/python || "$$(command -v python3.12 || command -v python3.11 || command -v python3)" -m venv .venv
+	.venv/bin/python -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
+	touch $@
+
+demo: $(READY)  ## record, replay and compare three backends in a few minutes, without a GPU as with one
+	$(PY) scripts/demo.py
+
+test: $(READY)  ## all tests; those that need a GPU say so and are skipped without one
+	$(PY) -m pytest -q
+
+test-gpu: $(READY)  ## the tests that need a GPU
+	$(PY) -m pytest -q tests/gpu
+
+lint: $(READY)  ## style
+	$(PY) -m ruff check .
+
+bench: $(READY)  ## attention kernels beside torch's, on a GPU
+	$(PY) scripts/bench_attention.py --out results/bench_attention.json

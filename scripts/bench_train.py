@@ -1,0 +1,106 @@
+"""Tokens a second, peak memory, and what a step spends outside the model.
+
+    python scripts/bench_train.py configs/gpt2_small_flash_bf16.toml --dataset=data/mini --steps=30
+
+Takes a config and flags as train.py does, and --steps and --json besides. Parts outside the model (reading
+batches, recording and replaying the order, logging, checkpoints) are timed alone, one after the other, so their
+share is an upper bound: in training, reading overlaps the device's work. Writes to a temporary folder.
+"""
+
+import contextlib
+import json
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+
+import checkpoint
+import distributed
+from config import as_dict, load
+from metrics import Metrics
+from plan import prepare
+from replay.order import OrderFile, Recorder
+from runinfo import describe_run, print_header
+from train import StopSignal, Trainer
+
+
+def seconds(work, device, repeats: int) -> float:
+    """Median wall-clock seconds of work(i) over `repeats` calls, the device's queue empty before and after."""
+    times = []
+    for i in range(repeats):
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        work(i)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+def measure(argv: list[str], steps: int) -> dict:
+    """Runs a few warm-up and `steps` timed steps of the config that argv names; returns what main prints."""
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        config = load([*argv, f"--out_dir={folder}/run", "--init_from=scratch"])
+        plan = prepare(config)
+        group = distributed.init(config.device, config.collective_timeout_s)
+        stack.callback(group.close)
+        trainer = Trainer(config, plan, group, StopSignal())
+        device, info = trainer.device, describe_run(config, plan, group, trainer)
+        print_header(info, group)
+        metrics = stack.enter_context(contextlib.closing(Metrics(config.out_dir, as_dict(config), info, group.is_main)))
+        recorder = stack.enter_context(contextlib.closing(Recorder(Path(folder) / "order.bin", plan.header)))
+
+        def step(_):
+            trainer.optimizer.set_lr(trainer.step)
+            trainer.update(trainer.gradients())
+            trainer.optimizer.zero_grad()
+            trainer.step += 1
+
+        seconds(step, device, 5)  # compilation and the allocator's first requests
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        whole = seconds(step, device, steps)
+        peak = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else None
+
+        batches = seconds(lambda i: [trainer.micro_batch(i, m) for m in range(trainer.micro_batches)], device, 20)
+        record = {"step": 0, "loss": 1.0, "lr": 1e-3, "grad_norm": 1.0, "tokens": 1, "time": time.time()}
+        log = seconds(lambda i: metrics.log(record | {"step": i}), device, 50) / config.log_interval
+        append = seconds(lambda i: recorder.append(i, trainer.row(i)), device, 50)
+        recorder.sync()
+        order = OrderFile(Path(folder) / "order.bin")
+        replay = seconds(lambda i: order.row(i), device, 50)
+        save = seconds(lambda i: checkpoint.save(folder, i, trainer.state(), 1), device, 3)
+        outside = batches + log + append + save / config.checkpoint_interval
+        return {"config": argv[0] if argv else "", "attention": config.attention, "gpus": group.world_size,
+                "device": info["device_name"], "commit": info["git_commit"], "versions": info["versions"],
+                "tokens_per_step": config.tokens_per_step, "step_ms": 1e3 * whole,
+                "tokens_per_s": config.tokens_per_step / whole, "peak_memory_gib": peak,
+                "batches_ms": 1e3 * batches, "loader_tokens_per_s": config.tokens_per_step / group.world_size / batches,
+                "log_ms": 1e3 * log, "record_ms": 1e3 * append, "replay_ms": 1e3 * replay, "checkpoint_ms": 1e3 * save,
+                "outside_share": outside / whole, "record_share": append / whole, "replay_share": replay / whole}
+
+
+def main(argv: list[str]) -> None:
+    options = {"steps": "30", "json": ""}
+    rest = []
+    for arg in argv:
+        name, _, value = arg.removeprefix("--").partition("=")
+        if arg.startswith("--") and name in options:
+            options[name] = value
+        else:
+            rest.append(arg)
+    result = measure(rest, int(options["steps"]))
+    for name, value in result.items():
+        print(f"{name:>20}: {value:.4g}" if isinstance(value, float) else f"{name:>20}: {value}")
+    if options["json"]:
+        Path(options["json"]).write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
