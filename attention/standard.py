@@ -1,8 +1,8 @@
 """The two references a user already has: materialised softmax attention, and torch's fused kernel.
 
-`standard` is nanoGPT's attention without flash, rounded where a GPU's autocast rounds it
-(on a CPU autocast leaves the softmax in BF16 as well; here it is FP32 everywhere). `sdpa` is
-torch.nn.functional.scaled_dot_product_attention. Which format they round to follows from the tensors:
+`standard` is nanoGPT's attention without flash, rounded where a GPU's autocast rounds it (on a CPU autocast leaves the
+softmax in BF16 as well; here it is FP32 everywhere). `sdpa` is torch.nn.functional.scaled_dot_product_attention.
+Which format they round to follows from the tensors:
 
     bfloat16  BF16
     float32   BF16 too: the values, not the container, are what an arm of an experiment is made of, and a CPU carries
