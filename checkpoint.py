@@ -10,6 +10,7 @@ import os
 import re
 import zipfile
 import zlib
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 
@@ -194,7 +195,7 @@ def _check_values(value, name: str, path: Path) -> None:
             bad = int((~torch.isfinite(value)).sum())
             raise NonFiniteState(f"{path} was not written: {bad} of the {value.numel()} values of {name} are NaN or "
                                   f"infinite; the last good checkpoint is {latest(path.parent) or 'none'}")
-    elif isinstance(value, dict):
+    elif type(value) in (dict, OrderedDict):  # no subclass: weights_only refuses the others
         for key, item in value.items():
             _check_values(key, f"{name} key {key!r}", path)
             _check_values(item, f"{name}.{key}" if name else str(key), path)

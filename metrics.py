@@ -34,7 +34,7 @@ def read_metrics(run: str | Path) -> list[dict]:
     """The records of a run, by step. `run` is its folder or a metrics file, plain or compressed (.gz, .xz).
 
     Where a resumed run logged a step again, the later record wins. A torn line (of a killed run) is skipped with a
-    message. "NaN" and the infinities come back as floats. Raises MetricsError where there is no such file.
+    message. NaN and the infinities come back as floats. Raises MetricsError where there is no such file.
     """
     path = find_metrics(run)
     by_step = {}
@@ -47,8 +47,7 @@ def read_metrics(run: str | Path) -> list[dict]:
             continue
         if not isinstance(record, dict) or not isinstance(record.get("step"), int):
             raise MetricsError(f"{path}: line {number} is no record with a step; is this a metrics.jsonl file?")
-        by_step[record["step"]] = {key: _FROM_JSON.get(value, value) if isinstance(value, str) else value
-                                   for key, value in record.items()}
+        by_step[record["step"]] = {key: _floats(value) for key, value in record.items()}
     return [by_step[step] for step in sorted(by_step)]
 
 
@@ -212,6 +211,13 @@ def _plain(value, floats: bool = False):
     if isinstance(value, float) and not floats and not math.isfinite(value):
         return _TO_JSON.get(value, "NaN")
     return value
+
+
+def _floats(value):
+    """Undoes what `to_json` makes of non-finite numbers, in a value of a record or a list of them."""
+    if isinstance(value, list):
+        return [_floats(item) for item in value]
+    return _FROM_JSON.get(value, value) if isinstance(value, str) else value
 
 
 def _read(path: Path) -> str:

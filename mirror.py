@@ -47,4 +47,5 @@ class Wandb:
 
     def _give_up(self, error: Exception) -> None:
         self._run = None
-        self._say(f"wandb failed ({type(error).__name__}: {error}); training goes on, metrics.jsonl has everything")
+        reason = " ".join(str(error).split())  # wandb's run over several lines
+        self._say(f"wandb failed ({type(error).__name__}: {reason}); training goes on, metrics.jsonl has everything")

@@ -1,0 +1,164 @@
+"""Compares runs that saw the same batches: python scripts/compare.py RUN... -o FILE.png --json FILE
+
+RUN is a run's out_dir, or a metrics file (.jsonl, .jsonl.gz, .jsonl.xz) with its run.json beside it. The first one is
+the reference: every difference is RUN minus reference, at equal steps, so on the same sequences. Runs whose orders
+differ are refused with exit status 2; one that is shorter is compared on the steps they share.
+"""
+
+import argparse
+import math
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that the script runs from anywhere
+
+from metrics import MetricsError, step_of_failure, to_json
+from replay.order import OrderError
+from scripts.runs import CompareError, Run, common_steps, difference, load_runs
+
+TIES, WQ_NORM = "probe/ties/layer", "probe/wq_norm/layer"
+STYLES = ("-", "--", ":", "-.", (0, (5, 1, 1, 1, 1, 1)), (0, (8, 2)), (0, (1, 3)), (0, (3, 1, 1, 3)))
+UNCHECKED = "DIFFERENT ORDERS: differences are not of the same batches"
+
+
+def compare(runs: Sequence[Run], allow_different_orders: bool = False) -> dict:
+    """The comparison as plain values: {"reference", "same_order", "label", "runs": [...]}, losses in nats per token.
+
+    Raises CompareError where orders differ, unless that is allowed; the result then says so in "label".
+    """
+    label, rows = "", []
+    for run in runs:
+        try:
+            shared = common_steps(runs[0], run) if run is not runs[0] else run.steps
+        except CompareError as error:
+            if not allow_different_orders:
+                raise
+            label, shared = UNCHECKED, min(runs[0].steps, run.steps)
+            print(f"{UNCHECKED}: {error}", file=sys.stderr)
+        steps, losses = run.series("loss")
+        validation = run.series("val_loss")[1]
+        at, signed = difference(runs[0], run, shared)
+        absolute = [abs(value) for value in signed]
+        norms = [norm for norm in run.series("grad_norm")[1] if math.isfinite(norm)]
+        row = {"name": run.name, "attention": run.info.get("attention"), "steps": run.steps,
+               "final_loss": losses[-1], "final_val_loss": validation[-1] if validation else None,
+               "step_of_failure": step_of_failure(steps, losses), "max_grad_norm": max(norms, default=None),
+               "common_steps": shared,
+               "difference": {"steps": at, "signed": signed, "absolute": absolute,
+                              "mean_signed": _mean(signed), "mean_absolute": _mean(absolute),
+                              "max_absolute": max(absolute, default=None, key=_nan_last)}}
+        for key, prefix in (("ties", TIES), ("wq_norm", WQ_NORM)):
+            row[key] = {layer: {"last": values[-1], "max": max(values), "step_of_max": at_[values.index(max(values))]}
+                        for layer, (at_, values) in run.layers(prefix).items()}
+        rows.append(row)
+    return {"reference": runs[0].name, "same_order": not label, "label": label, "runs": rows}
+
+
+def table(result: dict) -> str:
+    """`compare`'s result as text, one line a run, and one a layer where ties were probed."""
+    head = ("run", "steps", "loss", "val loss", "mean diff", "mean |diff|", "max |diff|", "max grad", "failed at")
+    lines = [head]
+    for row in result["runs"]:
+        diff = row["difference"]
+        failed = "-" if row["step_of_failure"] is None else str(row["step_of_failure"])
+        lines.append((row["name"], str(row["steps"]), _number(row["final_loss"]), _number(row["final_val_loss"]),
+                      _number(diff["mean_signed"], "+.2e"), _number(diff["mean_absolute"], ".2e"),
+                      _number(diff["max_absolute"], ".2e"), _number(row["max_grad_norm"], ".3g"), failed))
+    text = [f"reference: {result['reference']}; loss and differences in nats per token"
+            + (f"; {result['label']}" if result["label"] else "")]
+    text += _columns(lines)
+    for key, title, form in (("ties", "share of rows with tied maxima, last (largest)", ".4f"),
+                             ("wq_norm", "largest spectral norm of a head's W_Q, last (largest)", ".2f")):
+        layers = sorted({layer for row in result["runs"] for layer in row[key]})
+        lines = [("run", *(f"layer {layer}" for layer in layers))]
+        for row in result["runs"]:
+            cells = (row[key].get(layer) for layer in layers)
+            lines.append((row["name"], *(f"{c['last']:{form}} ({c['max']:{form}})" if c else "-" for c in cells)))
+        text += ["", title, *_columns(lines)] if layers else []
+    return "\n".join(text)
+
+
+def plot(runs: Sequence[Run], result: dict, path: str | Path) -> None:
+    """Draws loss, loss difference, gradient norm and, where probed, ties and W_Q norms of the worst layer; line styles
+    tell the runs apart without colour. `result` is what `compare` said of the runs."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    probed = [(prefix, title) for prefix, title in ((TIES, "rows with tied maxima, worst layer (share)"),
+                                                    (WQ_NORM, "largest W_Q spectral norm of a head"))
+              if any(run.layers(prefix) for run in runs)]
+    figure, grid = plt.subplots(3 + len(probed), 1, figsize=(8, 2.7 * (3 + len(probed))), sharex=True,
+                                layout="constrained")
+    for i, run in enumerate(runs):
+        look = {"linestyle": STYLES[i % len(STYLES)], "label": run.name, "linewidth": 1.4,
+                "marker": "osv^"[i // len(STYLES) % 4] if i >= len(STYLES) else None, "markevery": 0.1}
+        grid[0].plot(*run.series("loss"), color=f"C{i}", **look)
+        if i:
+            at = result["runs"][i]["difference"]
+            grid[1].plot(at["steps"], at["signed"], color=f"C{i}", **look)
+        grid[2].plot(*run.series("grad_norm"), color=f"C{i}", **look)
+        for axis, (prefix, _) in zip(grid[3:], probed, strict=True):
+            worst = max(run.layers(prefix).values(), key=lambda series: max(series[1]), default=([], []))
+            axis.plot(*worst, color=f"C{i}", **look)
+    names = ("training loss (nats/token)", f"loss minus {runs[0].name}\n(nats/token)", "gradient norm (L2)")
+    for axis, name in zip(grid, [*names, *(title for _, title in probed)], strict=True):
+        axis.set_ylabel(name, fontsize=8)
+        axis.grid(alpha=0.3)
+    grid[1].axhline(0, color="black", linewidth=0.6)
+    grid[2].set_yscale("log")
+    grid[0].legend(fontsize=8)
+    grid[-1].set_xlabel("optimizer step")
+    if result["label"]:
+        figure.suptitle(result["label"], fontsize=10)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+def _columns(lines: Sequence[Sequence[str]]) -> list[str]:
+    first, *others = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return ["  ".join([line[0].ljust(first), *map(str.rjust, line[1:], others)]) for line in lines]
+
+
+def _mean(values: list[float]) -> float | None:
+    return sum(values) / len(values) if values else None
+
+
+def _nan_last(value: float) -> float:
+    return math.inf if math.isnan(value) else value
+
+
+def _number(value: float | None, form: str = ".4f") -> str:
+    return "-" if value is None else format(value, form)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Exit status: 0, or 2 with one sentence where runs cannot be read or compared."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="out_dir or metrics file; the first is the reference")
+    parser.add_argument("-o", "--output", metavar="FILE.png", help="draw the curves into this file")
+    parser.add_argument("--json", metavar="FILE", help="write the comparison, per-step differences included, as JSON")
+    parser.add_argument("--allow_different_orders", action="store_true", help="compare anyway, and label the output")
+    args = parser.parse_args(argv)
+    try:
+        runs = load_runs(args.runs)
+        result = compare(runs, args.allow_different_orders)
+        print(table(result))
+        for target in (args.json, args.output):
+            if target:
+                os.makedirs(os.path.dirname(target) or ".", exist_ok=True)
+        if args.json:
+            Path(args.json).write_text(to_json(result, indent=1) + "\n", encoding="utf-8")
+        if args.output:
+            plot(runs, result, args.output)
+    except (CompareError, MetricsError, OrderError, OSError) as error:
+        print(f"compare: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

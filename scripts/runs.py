@@ -1,0 +1,112 @@
+"""Finished runs, read from their files, and the question whether two of them saw the same batches. For every script
+that compares or plots; nothing here touches a live run."""
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from metrics import find_metrics, read_metrics, read_run
+from replay.order import OrderFile
+
+
+class CompareError(ValueError):
+    """Runs that cannot be compared; one sentence with both values."""
+
+
+@dataclass
+class Run:
+    """A run as its files tell it: header `info` (run.json) and `records` (metrics.jsonl, by step)."""
+
+    folder: Path
+    own_folder: bool  # an out_dir; else one of several metrics files in a folder
+    info: dict
+    records: list[dict]
+    name: str
+
+    def series(self, key: str) -> tuple[list[int], list[float]]:
+        """Steps and values of the records that have the key."""
+        found = [(r["step"], r[key]) for r in self.records if r.get(key) is not None]
+        return [step for step, _ in found], [value for _, value in found]
+
+    def layers(self, prefix: str) -> dict[int, tuple[list[int], list[float]]]:
+        """The series of a probed value by layer; empty where the run was not probed."""
+        keys = {key for record in self.records for key in record if key.startswith(prefix)}
+        return {layer: self.series(prefix + str(layer))
+                for layer in sorted(int(key[len(prefix):]) for key in keys if key[len(prefix):].isdecimal())}
+
+    @property
+    def steps(self) -> int:
+        """Steps trained, as far as logged."""
+        steps, _ = self.series("loss")
+        return steps[-1] + 1 if steps else 0
+
+
+def load_run(path: str | Path) -> Run:
+    """Errors: MetricsError where files are missing or damaged, CompareError for a run without a loss."""
+    file, info = find_metrics(path), read_run(path)
+    own = file.name.startswith("metrics.jsonl")
+    default = file.parent.resolve().name if own else file.name.split(".jsonl")[0]
+    run = Run(file.parent, own, info, read_metrics(file), info.get("name") or default)
+    if run.steps == 0:
+        raise CompareError(f"{file} has no logged loss, so there is nothing to compare; train for at least one step")
+    return run
+
+
+def load_runs(paths: Sequence[str | Path]) -> list[Run]:
+    """Runs of one name are told apart by the paths they were given as."""
+    runs = [load_run(path) for path in paths]
+    names = [run.name for run in runs]
+    for run, path in zip(runs, paths, strict=True):
+        if names.count(run.name) > 1:
+            run.name = f"{run.name} ({path})"
+    return runs
+
+
+def common_steps(first: Run, other: Run) -> int:
+    """How many steps, from 0, both runs trained on the same sequences. Raises CompareError if their orders differ.
+
+    Where both order files are at hand, the rows that both used are hashed; the hash covers the data, block size and
+    sequences per step. Else the hashes in run.json decide.
+    """
+    steps = min(first.steps, other.steps)
+    with _open_order(first) as a, _open_order(other) as b:
+        if a is not None and b is not None:
+            steps = min(steps, a.rows, b.rows)
+            if a.sha256(steps) == b.sha256(steps):
+                return steps
+            for name in ("sha256", "block_size", "sequences_per_step"):
+                ours, theirs = getattr(a.header, name), getattr(b.header, name)
+                if ours != theirs:
+                    raise CompareError(f"{first.name} and {other.name} are not comparable: their orders have {name} "
+                                       f"{ours} and {theirs}")
+            row = next(step for step in range(steps) if (a.row(step) != b.row(step)).any())
+            raise CompareError(f"{first.name} and {other.name} are not comparable: their batch orders differ from step "
+                               f"{row} on ({a.path}, {b.path}); replay one run's order in the other")
+    hashes = [(run.info.get("order") or {}).get("sha256") for run in (first, other)]
+    if None not in hashes and hashes[0] == hashes[1]:
+        return steps
+    known = " and ".join(f"{run.name} has order hash {value[:12]}" if value else f"the order of {run.name} was not kept"
+                         for run, value in zip((first, other), hashes, strict=True))
+    raise CompareError(f"the runs are not comparable: {known}; replay one run's order in the other")
+
+
+@contextlib.contextmanager
+def _open_order(run: Run):
+    """The order file that the run wrote, else the one that run.json says it replayed; None where neither was kept."""
+    named = (run.info.get("order") or {}).get("path")
+    candidates = ([run.folder / "order.bin"] if run.own_folder else []) + ([Path(named)] if named else [])
+    found = next((path for path in candidates if path.is_file()), None)
+    if found is None:
+        yield None
+    else:
+        with OrderFile(found) as order:
+            yield order
+
+
+def difference(first: Run, other: Run, steps: int) -> tuple[list[int], list[float]]:
+    """Steps below `steps` that both logged, and loss of `other` minus loss of `first` there, in nats per token."""
+    reference = dict(zip(*first.series("loss"), strict=True))
+    pairs = [(step, loss - reference[step]) for step, loss in zip(*other.series("loss"), strict=True)
+             if step in reference and step < steps]
+    return [step for step, _ in pairs], [value for _, value in pairs]
