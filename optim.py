@@ -41,14 +41,14 @@ def newton_schulz(g: Tensor, steps: int = NS_STEPS, dtype: torch.dtype = torch.f
     torch's setting for TF32.
     """
     a, b, c = NS_COEFFICIENTS
-    x = g.to(dtype)
-    if wide := x.shape[-2] > x.shape[-1]:  # the smaller Gram matrix
+    x = g.to(dtype).reshape(-1, *g.shape[-2:])
+    if tall := x.shape[-2] > x.shape[-1]:  # the smaller Gram matrix
         x = x.mT
     x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)
     for _ in range(steps):
         gram = x @ x.mT
-        x = a * x + (b * gram + c * (gram @ gram)) @ x
-    return (x.mT if wide else x).to(g.dtype)
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return (x.mT if tall else x).reshape(g.shape).to(g.dtype)
 
 
 class Muon(torch.optim.Optimizer):
