@@ -1,11 +1,7 @@
 """Token files to batches, and the offsets that a run draws.
 
-A corpus is a folder: train.bin and val.bin, flat little-endian token ids, and meta.json, which says what they are:
-
-    {"tokenizer": "gpt2", "vocab_size": 50257, "dtype": "uint16", "source": {...},
-     "splits": {"train": {"tokens": 123, "sha256": "..."}, "val": {"tokens": 45, "sha256": "..."}}}
-
-A folder without meta.json is read as nanoGPT writes it: uint16, GPT-2 ids. Imports neither tiktoken nor datasets.
+A corpus is a folder with train.bin, val.bin and meta.json (data.meta describes it). A folder without meta.json is
+read as nanoGPT writes it: uint16, GPT-2 ids. Imports neither tiktoken nor datasets.
 """
 
 import functools
@@ -13,65 +9,17 @@ import hashlib
 import json
 import os
 import time
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 import torch
 
-DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
-GPT2_VOCAB = 50257
+from data.meta import DTYPES, GPT2_VOCAB, DataError, Meta, prepare_command, read_meta
+
+__all__ = ["DataError", "Meta", "Tokens", "draw_offsets", "open_tokens", "read_meta", "valid_starts"]
+
 HASH_CHUNK = 1 << 22  # bytes read at a time
 RACY_NS = 2_000_000_000  # a file written this recently can change again without a new time stamp
-
-
-class DataError(ValueError):
-    """A corpus that cannot be read or is not the one asked for: one sentence with the values and the way out."""
-
-
-@dataclass(frozen=True)
-class Meta:
-    """meta.json: the tokenizer's name, ids are below `vocab_size`, `tokens` and `sha256` by split."""
-
-    tokenizer: str
-    vocab_size: int
-    dtype: str
-    tokens: dict[str, int]
-    sha256: dict[str, str]
-    source: dict = field(default_factory=dict)
-
-    def to_json(self) -> str:
-        splits = {split: {"tokens": n, "sha256": self.sha256[split]} for split, n in self.tokens.items()}
-        return json.dumps({"tokenizer": self.tokenizer, "vocab_size": self.vocab_size, "dtype": self.dtype,
-                           "splits": splits, "source": self.source}, indent=2) + "\n"
-
-
-def read_meta(folder: Path) -> Meta | None:
-    """The folder's meta.json, or None where there is none. DataError where it is malformed."""
-    path = Path(folder) / "meta.json"
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return None
-    except ValueError as error:
-        raise DataError(f"{path} is not JSON ({error}); prepare the corpus again") from None
-    try:
-        splits = raw["splits"]
-        meta = Meta(str(raw["tokenizer"]), int(raw["vocab_size"]), str(raw["dtype"]),
-                    {s: int(v["tokens"]) for s, v in splits.items()}, {s: str(v["sha256"]) for s, v in splits.items()},
-                    dict(raw.get("source", {})))
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise DataError(f"{path} lacks a value or has one of the wrong type ({error!r}); prepare it again") from None
-    if meta.dtype not in DTYPES:
-        raise DataError(f"{path} says dtype={meta.dtype!r}, but only {', '.join(DTYPES)} can be read")
-    return meta
-
-
-def prepare_command(folder: Path) -> str:
-    """The command that makes a missing corpus of this name."""
-    if Path(folder).name == "openwebtext":
-        return "python data/openwebtext/prepare.py"
-    return f"python data/text/prepare.py DIR --out {folder} (without DIR it takes the embedded corpus)"
 
 
 class Tokens:

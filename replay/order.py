@@ -38,7 +38,7 @@ class _Rows:
         while self.rows and not self._whole(self.rows - 1, self._read(self.rows - 1)):
             self.rows, dropped = self.rows - 1, dropped + 1
         if dropped:
-            print(f"{self.path}: dropped {dropped} torn row{'s' * (dropped > 1)} at the end, {self.rows} whole rows stay")
+            print(f"{self.path}: dropped {dropped} torn row{'s' * (dropped > 1)} at the end; {self.rows} rows stay")
 
     def row(self, step: int) -> np.ndarray:
         """Offsets of the step's sequences, int64 (sequences_per_step,). OrderError past the end or where damaged."""
