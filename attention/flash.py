@@ -1,0 +1,203 @@
+"""Launches the Triton kernels: `flash`, a differentiable custom operator like `emulated`.
+
+Launch configurations are pinned per GPU generation, head size and operand format, so that a recorded run and its
+replay execute the same code; `scripts/bench_attention.py --tune` finds them, nothing tunes while training. A row's
+result depends on spec.tile_k alone. Every other size below only moves the order of FP32 sums between programs that
+do not share a row (forward, dQ) or a key (dK, dV), and is printed by `describe_launch`.
+"""
+
+import contextlib
+import functools
+import math
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from attention import kernels
+from attention.op import NOTHING, differentiable, output_like
+from attention.spec import FULL, AttentionSpec
+
+LARGEST_HEAD = 128
+LARGEST_TILE = 128  # longer key tiles are walked in parts of this many keys
+GROUP_BYTES = 24 << 20  # K and V of the heads that run side by side: half of Hopper's L2 cache
+INTERPRET = kernels.INTERPRET.value
+
+
+class Tile(NamedTuple):
+    """rows x keys of one step of a kernel, warps of a program, stages of its load pipeline."""
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+
+
+class Launch(NamedTuple):
+    forward: dict[int, Tile]  # by key tile
+    dq: Tile
+    dkdv: Tile
+
+
+# (generation, head size up to, operands). Generation 9: Hopper; 8 stands for every other one and needs 99 KB at most.
+LAUNCHES = {
+    (9, 64, "bf16"): Launch({128: Tile(128, 128, 8, 2), 64: Tile(128, 64, 4, 3), 32: Tile(128, 32, 4, 3)},
+                            Tile(128, 64, 8, 2), Tile(64, 128, 8, 2)),
+    (9, 128, "bf16"): Launch({128: Tile(128, 128, 8, 2), 64: Tile(128, 64, 8, 3), 32: Tile(128, 32, 4, 3)},
+                             Tile(128, 64, 8, 2), Tile(64, 128, 8, 2)),
+    (9, 64, "fp32"): Launch({128: Tile(64, 128, 4, 1), 64: Tile(64, 64, 4, 2), 32: Tile(64, 32, 4, 2)},
+                            Tile(64, 32, 4, 2), Tile(32, 64, 4, 2)),
+    (9, 128, "fp32"): Launch({128: Tile(64, 128, 8, 1), 64: Tile(64, 64, 8, 1), 32: Tile(64, 32, 4, 1)},
+                             Tile(64, 32, 8, 1), Tile(32, 64, 8, 1)),
+    (8, 64, "bf16"): Launch({128: Tile(64, 128, 4, 2), 64: Tile(64, 64, 4, 2), 32: Tile(64, 32, 4, 2)},
+                            Tile(64, 64, 4, 2), Tile(64, 64, 4, 2)),
+    (8, 128, "bf16"): Launch({128: Tile(64, 128, 4, 1), 64: Tile(64, 64, 4, 2), 32: Tile(64, 32, 4, 2)},
+                             Tile(64, 32, 4, 2), Tile(32, 64, 4, 2)),
+    (8, 64, "fp32"): Launch({128: Tile(32, 128, 4, 1), 64: Tile(32, 64, 4, 1), 32: Tile(32, 32, 4, 1)},
+                            Tile(32, 32, 4, 1), Tile(32, 32, 4, 1)),
+    (8, 128, "fp32"): Launch({128: Tile(16, 64, 4, 1), 64: Tile(16, 64, 4, 1), 32: Tile(16, 32, 4, 1)},
+                             Tile(16, 32, 4, 1), Tile(16, 32, 4, 1)),
+}
+
+
+def check_available(device: torch.device) -> None:
+    """Errors: ValueError where the kernels cannot run on this device."""
+    if device.type == "cuda":
+        if INTERPRET:
+            raise ValueError("TRITON_INTERPRET=1 runs the kernels on CPU tensors; unset it to use the GPU")
+    elif device.type != "cpu" or not INTERPRET:
+        raise ValueError(f"kernel=triton needs a CUDA GPU, got device {device}; use kernel=emulated (or auto), or set "
+                         "TRITON_INTERPRET=1 to run the kernels on the CPU, slowly")
+
+
+def launch_for(spec: AttentionSpec, head_size: int, device: torch.device) -> tuple[tuple, Launch]:
+    """The table's key and entry, its forward tile resolved to the one that spec.tile_k asks for."""
+    generation = 9 if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9 else 8
+    key = (generation, 64 if head_size <= 64 else 128, spec.operands)
+    launch = LAUNCHES[key]
+    keys = min(spec.tile_k or LARGEST_TILE, LARGEST_TILE)
+    tile = launch.forward[max(keys, 32)]
+    rows = min(tile.rows, max(spec.tile_q, 16))
+    return key, launch._replace(forward={keys: tile._replace(rows=rows, keys=min(keys, tile.keys))})
+
+
+def describe_launch(spec: AttentionSpec, head_size: int, device: torch.device | str) -> str:
+    """One line for the run header: the tile, warps and stages of each kernel."""
+    (generation, size, operands), launch = launch_for(spec, head_size, torch.device(device))
+    (forward,) = launch.forward.values()
+    what = " ".join(f"{name}={t.rows}x{t.keys}/{t.warps}w/{t.stages}s" for name, t in
+                    (("forward", forward), ("dq", launch.dq), ("dkdv", launch.dkdv)))
+    return f"triton {triton.__version__} gen{generation} D<={size} {operands}: {what} (rows x keys/warps/stages)"
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, rng: Tensor, spec: AttentionSpec,
+            want_stats: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """o, lse, ties and row_max as op.differentiable describes them."""
+    _check(q, spec)
+    (B, H, T, D), device = q.shape, q.device
+    _, launch = launch_for(spec, D, device)
+    (tile,) = launch.forward.values()
+    wide = spec.tile_k == FULL or spec.tile_k > tile.keys
+    o = output_like(q, spec.stores_fp32)
+    lse = torch.empty((B, H, T), device=device, dtype=torch.float32)
+    ties = torch.empty((B, H, T) if want_stats else NOTHING, device=device, dtype=torch.int32)
+    row_max = torch.empty((B, H, T) if want_stats else NOTHING, device=device, dtype=torch.float32)
+    q, k, v = _rows(q), _rows(k), _rows(v)
+    with _on(device):
+        kernels.forward_kernel[(_programs(B * H, T, tile.rows),)](
+            q, k, v, o, lse, ties, row_max, rng, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *o.stride()[:3],
+            H, T, spec.tile_k or T, B * H, _group(k, B * H),
+            **_switches(spec, D), **_forward_switches(spec, D), **_sizes(D, T, tile), STATS=want_stats, WIDE=wide)
+    return o, lse, ties, row_max
+
+
+def backward(do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
+             spec: AttentionSpec) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk, dv as op.differentiable describes them."""
+    _check(q, spec)
+    (B, H, T, D), device = q.shape, q.device
+    _, launch = launch_for(spec, D, device)
+    dq, dk, dv = (output_like(q, False) for _ in range(3))
+    delta = torch.empty((B, H, T), device=device, dtype=torch.float32)
+    do, q, k, v, o = _rows(do), _rows(q), _rows(k), _rows(v), _rows(o)
+    lse = lse.contiguous()
+    inputs = [s for x in (q, k, v) for s in x.stride()[:3]]
+    common = _switches(spec, D) | {"ALPHA": D**-0.5}
+    with _on(device):
+        kernels.dq_kernel[(_programs(B * H, T, launch.dq.rows),)](
+            q, k, v, o, do, lse, delta, dq, *inputs, *o.stride()[:3], *do.stride()[:3], *dq.stride()[:3],
+            H, T, B * H, _group(k, B * H), **common, **_sizes(D, T, launch.dq), DELTA=spec.delta)
+        kernels.dkdv_kernel[(_programs(B * H, T, launch.dkdv.keys),)](
+            q, k, v, do, lse, delta, dk, dv, *inputs, *do.stride()[:3], *dk.stride()[:3],
+            H, T, B * H, _group(k, B * H), **common, **_sizes(D, T, launch.dkdv))
+    return dq, dk, dv
+
+
+flash = differentiable("lpattn::flash", forward, backward)
+
+
+@functools.lru_cache
+def _switches(spec: AttentionSpec, D: int) -> dict:
+    """What every kernel is told of a spec. kernels.py says what UNIT and SCALE are."""
+    unit, scale = _unit(spec, D)
+    return dict(UNIT=unit, LOG2=unit * math.log2(math.e), SCALE=scale, SOFTCAP=float(spec.softcap),
+                BF16=spec.operands == "bf16", SCORES=spec.scores, DOTS=spec.dots)
+
+
+@functools.lru_cache
+def _forward_switches(spec: AttentionSpec, D: int) -> dict:
+    """The rest of the forward kernel's switches; what is added to S or compared with it is divided by UNIT, as S is."""
+    unit, _ = _unit(spec, D)
+    shift = spec.lazy_threshold if spec.stabilizer == "lazy_max" else spec.fixed_shift
+    return dict(PROBS=spec.probs, ROW_SUM=spec.row_sum, PV=spec.pv, OUTPUT=spec.output, RULE=spec.stabilizer,
+                FP32_HEADS=sum(1 << head for head in spec.output_heads), BETA=spec.beta, ONE=1 / unit,
+                CAP=0.0 if spec.shift_cap == math.inf else spec.shift_cap / unit, SHIFT=shift / unit,
+                EPSILON=spec.epsilon / unit)
+
+
+def _unit(spec: AttentionSpec, D: int) -> tuple[float, float]:
+    """(UNIT, SCALE): alpha may stay out of the scores where the product with it is exact or not rounded further."""
+    alpha = D**-0.5
+    exact = math.frexp(alpha)[0] == 0.5
+    return (alpha, 1.0) if not spec.softcap and (exact or spec.scores == "fp32") else (1.0, alpha)
+
+
+def _sizes(D: int, T: int, tile: Tile) -> dict:
+    return dict(D=D, DP=max(16, triton.next_power_of_2(D)), BLOCK_M=tile.rows, BLOCK_N=tile.keys,
+                EVEN=T % max(tile.rows, tile.keys) == 0, num_warps=tile.warps, num_stages=tile.stages)
+
+
+def _programs(heads: int, T: int, block: int) -> int:
+    count = heads * triton.cdiv(T, block)
+    if count >= 2**31:
+        raise ValueError(f"B * H = {heads} heads of T = {T} need {count} programs, more than the 2^31 - 1 of a launch; "
+                         "use a smaller batch")
+    return count
+
+
+def _group(k: Tensor, heads: int) -> int:
+    """How many heads run side by side."""
+    return max(1, min(heads, GROUP_BYTES // (2 * k.shape[2] * k.shape[3] * k.element_size())))
+
+
+def _rows(x: Tensor) -> Tensor:
+    """x with adjacent elements in its last dimension, and strides that a tile's 32-bit offsets can hold."""
+    return x if x.stride(-1) == 1 and x.stride(2) < 2**24 else x.contiguous()
+
+
+def _on(device: torch.device):
+    """Triton launches on the current device."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+
+
+def _check(q: Tensor, spec: AttentionSpec) -> None:
+    check_available(q.device)
+    if q.shape[-1] > LARGEST_HEAD:
+        raise ValueError(f"the kernels take head sizes up to {LARGEST_HEAD}, got {q.shape[-1]}; use kernel=emulated")
+    if q.dtype == torch.float64:
+        raise ValueError("the kernels compute in FP32 and would round float64 tensors; use kernel=emulated")
+    if INTERPRET and q.dtype != torch.float32:
+        raise ValueError(f"Triton's interpreter has no {q.dtype} arithmetic; carry BF16 values in float32 tensors")
+    if max(spec.output_heads, default=0) > 62:
+        raise ValueError(f"output_heads={spec.output_heads}: the kernels take heads up to 62; use kernel=emulated")

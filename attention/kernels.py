@@ -1,0 +1,478 @@
+"""The Triton kernels: one forward kernel, one that makes delta and dQ, one that makes dK and dV.
+
+Algorithms 1 to 3 of arXiv 2510.04212 with every switch of spec.py as a compile-time argument. A program owns a block
+of rows (forward, dQ) or of keys (dK/dV) of one head and walks over the tiles it meets in a fixed order: no atomics,
+so the same input gives the same bits. Tiles below the diagonal run without a mask, those on it follow.
+
+Units. Scores are kept as x = S / UNIT: UNIT is alpha where leaving the scale out changes no rounding, else 1. P is
+exp2((x - m) * LOG2), LOG2 = UNIT * log2(e): subtracted first, so that a row's only maximum gives exactly 1 however
+large it is. The other order, a fused x * LOG2 - (m * LOG2), gives 1.0004 at logits near 1e4.
+
+The interpreter has no BF16 arithmetic. There BF16 values travel in FP32 and are rounded on their bits (INTERPRET).
+
+Names: p_ pointers, b_ tiles; s?b, s?h, s?t the strides of batch, head and token, in elements, of each tensor.
+"""
+
+import triton
+import triton.language as tl
+
+INTERPRET = tl.constexpr(triton.knobs.runtime.interpret)
+MASKED = tl.constexpr(-1.0e30)  # a masked score. Finite: a row that a tile masks entirely must not make inf - inf
+LARGEST_CLAMPED_P = tl.constexpr(1 - 2**-8)
+
+
+@triton.jit
+def narrow(x):
+    """FP32 rounded to BF16, nearest even, NaN kept: a BF16 tensor (FP32 in the interpreter)."""
+    if INTERPRET:
+        u = x.to(tl.float32).to(tl.uint32, bitcast=True)
+        r = (u + 0x7FFF + ((u >> 16) & 1)) & 0xFFFF0000
+        r = tl.where((u & 0x7FFFFFFF) > 0x7F800000, u, r)  # a NaN's payload would carry into the sign
+        return r.to(tl.float32, bitcast=True)
+    else:
+        return x.to(tl.bfloat16)
+
+
+@triton.jit
+def round_bf16(x):
+    return narrow(x).to(tl.float32)
+
+
+@triton.jit
+def add_bf16(x, y):
+    """bf16(x + y) of BF16 tensors, two at a time: one rounding of the exact sum, which FP32 then BF16 equals too."""
+    if INTERPRET:
+        return narrow(x + y)
+    else:
+        return tl.inline_asm_elementwise(
+            "{ .reg .b32 one; mov.b32 one, 0x3F803F80; fma.rn.bf16x2 $0, $1, one, $2; }",
+            "=r,r,r", [x, y], dtype=tl.bfloat16, is_pure=True, pack=2)
+
+
+@triton.jit
+def round_fp8(x, FORMAT: tl.constexpr):
+    """x >= 0 to FP8, nearest even, saturating: FP32 that carries the value. Adding and taking away `step * 1.5 * 2^23`
+    rounds to a multiple of the subnormal step."""
+    E4M3: tl.constexpr = FORMAT == "fp8_e4m3"
+    DROP: tl.constexpr = 20 if E4M3 else 21  # significand bits of FP32 that the format lacks
+    LARGEST: tl.constexpr = 448.0 if E4M3 else 57344.0
+    NORMAL: tl.constexpr = 2.0**-6 if E4M3 else 2.0**-14
+    MAGIC: tl.constexpr = 1.5 * 2.0**14 if E4M3 else 1.5 * 2.0**7
+    x = tl.minimum(x, LARGEST)
+    u = x.to(tl.uint32, bitcast=True)
+    u = ((u + ((1 << (DROP - 1)) - 1) + ((u >> DROP) & 1)) >> DROP) << DROP
+    return tl.where(x < NORMAL, (x + MAGIC) - MAGIC, u.to(tl.float32, bitcast=True))
+
+
+@triton.jit
+def round_stochastic(x, p_rng, index):
+    """BF16 up or down so that the mean is exact; rounding.stochastic_round_bf16 says how (Philox4x32-10)."""
+    seed = (tl.load(p_rng) & 0xFFFFFFFF) | (tl.load(p_rng + 1) << 32)
+    draw = tl.load(p_rng + 2)
+    low, high = (index & 0xFFFFFFFF).to(tl.uint32), (index >> 32).to(tl.uint32)
+    zero = tl.zeros_like(low)
+    draw_low, draw_high = (draw & 0xFFFFFFFF).to(tl.uint32), (draw >> 32).to(tl.uint32)
+    word, _, _, _ = tl.philox(seed, low, high, zero + draw_low, zero + draw_high)
+    u = x.to(tl.uint32, bitcast=True)
+    finite = (u & 0x7FFFFFFF) < 0x7F800000
+    rounded = (u + (word & 0xFFFF)) & 0xFFFF0000
+    return tl.where(finite, rounded, u).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def tanh(x):
+    """FP32, within 3 units of the last place: a polynomial where 1 - 2 / (e^2x + 1) would cancel."""
+    x2 = x * x
+    p = -0.00597207947 * x2 + 0.0208591968
+    p = p * x2 - 0.0538015552
+    p = p * x2 + 0.133321166
+    p = p * x2 - 0.333333045
+    far = 1 - 2 / (tl.exp2(tl.abs(x) * 2.885390081777927) + 1)
+    return tl.where(x2 < 0.36, x + x * (x2 * p), tl.where(x < 0, -far, far))
+
+
+@triton.jit
+def operand(x, BF16: tl.constexpr):
+    """A loaded tile as the products read it. FP32 operands that are stored in BF16 stay so: the values are equal."""
+    if BF16:
+        return narrow(x)
+    elif INTERPRET or x.dtype != tl.bfloat16:
+        return x.to(tl.float32)
+    else:
+        return x
+
+
+@triton.jit
+def dot(x, y, acc, DOTS: tl.constexpr):
+    """acc + x y with FP32 accumulation; acc may be None. FP32 means FP32: never plain TF32.
+
+    Where one side is BF16, the FP32 side is cut into three BF16 parts, which hold all its 24 bits: products stay exact.
+    """
+    if x.dtype == y.dtype:
+        return tl.dot(x, y, acc, input_precision=DOTS)
+    elif DOTS == "ieee":
+        return tl.dot(x.to(tl.float32), y.to(tl.float32), acc, input_precision="ieee")
+    elif x.dtype == tl.float32:
+        x0 = x.to(tl.bfloat16)
+        x = x - x0.to(tl.float32)
+        x1 = x.to(tl.bfloat16)
+        acc = tl.dot((x - x1.to(tl.float32)).to(tl.bfloat16), y, acc)
+        acc = tl.dot(x1, y, acc)
+        return tl.dot(x0, y, acc)
+    else:
+        y0 = y.to(tl.bfloat16)
+        y = y - y0.to(tl.float32)
+        y1 = y.to(tl.bfloat16)
+        acc = tl.dot(x, (y - y1.to(tl.float32)).to(tl.bfloat16), acc)
+        acc = tl.dot(x, y1, acc)
+        return tl.dot(x, y0, acc)
+
+
+@triton.jit
+def load_rows(p, start, stride, T, ROWS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, CHECK: tl.constexpr):
+    """b (ROWS, DP): tokens start.. of the head that p points to, zeros past T (where CHECK) and past D."""
+    r, d = tl.arange(0, ROWS), tl.arange(0, DP)
+    p = p + tl.cast(start, tl.int64) * stride + (r[:, None] * stride + d[None, :])
+    if CHECK and D != DP:
+        return tl.load(p, mask=(start + r < T)[:, None] & (d < D)[None, :], other=0.0)
+    elif CHECK:
+        return tl.load(p, mask=(start + r < T)[:, None], other=0.0)
+    elif D != DP:
+        return tl.load(p, mask=(d < D)[None, :] & (r >= 0)[:, None], other=0.0)
+    else:
+        return tl.load(p)
+
+
+@triton.jit
+def store_rows(p, x, start, stride, T, ROWS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr):
+    r, d = tl.arange(0, ROWS), tl.arange(0, DP)
+    p = p + tl.cast(start, tl.int64) * stride + (r[:, None] * stride + d[None, :])
+    tl.store(p, x.to(p.dtype.element_ty), mask=(start + r < T)[:, None] & (d < D)[None, :])
+
+
+@triton.jit
+def assign(blocks, heads, GROUP):
+    """(block, head) of this program: heads in groups whose K and V fit in the L2 cache, all heads of a group at one
+    block before the next block, so that callers can run long blocks first and leave short ones for the tail."""
+    pid = tl.program_id(0)
+    group = pid // (GROUP * blocks)
+    first = group * GROUP
+    size = tl.minimum(heads - first, GROUP)
+    rest = pid - first * blocks
+    return rest // size, first + rest % size
+
+
+@triton.jit
+def scores(b_q, b_k, SCORES: tl.constexpr, SCALE: tl.constexpr, SOFTCAP: tl.constexpr, DOTS: tl.constexpr):
+    """x = S / UNIT, not masked: Q K^T, or its transpose with the arguments exchanged. SCALE 1 leaves alpha to UNIT."""
+    x = dot(b_q, tl.trans(b_k), None, DOTS)
+    if SCORES == "bf16":
+        x = round_bf16(x)
+    if SCALE != 1:
+        x = x * SCALE
+        if SCORES == "bf16":
+            x = round_bf16(x)
+    if SOFTCAP != 0:
+        x = tanh(x / SOFTCAP) * SOFTCAP
+    return x
+
+
+@triton.jit
+def new_maximum(m, rm, rs, RULE: tl.constexpr, BETA: tl.constexpr, CAP: tl.constexpr, ONE: tl.constexpr,
+                SHIFT: tl.constexpr):
+    """max(m, m') of each row (paper Algorithm 3 and its variants, spec.py), everything in units of UNIT.
+
+    CAP 0 is no cap, the paper's rule to the letter. A row that the tile masks entirely keeps its m.
+    """
+    if RULE == "lazy_max":
+        m_new = tl.where(rm > m + SHIFT, rm, m)
+    else:
+        shifted = rm
+        if RULE == "fixed":
+            shifted = rm + SHIFT
+        elif RULE == "paper" or RULE == "capped" or RULE == "unconditional":
+            if CAP == 0:
+                shifted = tl.where(rm > 0, BETA * rm, 0.0)
+            else:
+                raw = tl.where(rm > 0, (BETA - 1) * rm, -rm)
+                if RULE == "capped":
+                    raw = tl.maximum(raw, ONE)
+                shifted = rm + tl.minimum(raw, CAP)
+            if RULE == "unconditional":
+                shifted = tl.where(rm > 0.5 * MASKED, shifted, rm)
+            else:
+                shifted = tl.where(rs > 1, shifted, rm)
+        m_new = tl.maximum(m, shifted)
+    return m_new
+
+
+@triton.jit
+def add_tile(acc, pv, a, PV: tl.constexpr):
+    """O a + P V. pv=bf16 rounds P V, O a and their sum; O is then kept in BF16, which halves its registers."""
+    if PV == "bf16":
+        return add_bf16(narrow(acc.to(tl.float32) * a[:, None]), narrow(pv))
+    else:
+        return acc * a[:, None] + pv
+
+
+@triton.jit
+def probabilities(x, m, LOG2: tl.constexpr, RULE: tl.constexpr):
+    b_p = tl.exp2((x - m[:, None]) * LOG2)
+    if RULE == "clamp":
+        b_p = tl.minimum(b_p, LARGEST_CLAMPED_P)
+    return b_p
+
+
+@triton.jit
+def cast_p(b_p, PROBS: tl.constexpr):
+    if PROBS == "fp32":
+        return b_p
+    elif PROBS == "bf16":
+        return narrow(b_p)
+    else:
+        return narrow(round_fp8(b_p, PROBS))
+
+
+@triton.jit
+def count_ties(x, rm, EPSILON: tl.constexpr):
+    """rs: how many scores of each row are within EPSILON of its maximum; 0 where the tile masks the whole row."""
+    rs = tl.sum((x >= (rm - EPSILON)[:, None]).to(tl.int32), 1)
+    return tl.where(rm > 0.5 * MASKED, rs, 0)
+
+
+@triton.jit(do_not_specialize=["H", "TILE", "HEADS", "GROUP"])
+def forward_kernel(p_q, p_k, p_v, p_o, p_lse, p_ties, p_row_max, p_rng,
+                   sqb, sqh, sqt, skb, skh, skt, svb, svh, svt, sob, soh, sot, H, T, TILE, HEADS, GROUP,
+                   D: tl.constexpr, DP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EVEN: tl.constexpr,
+                   UNIT: tl.constexpr, LOG2: tl.constexpr, SCALE: tl.constexpr, SOFTCAP: tl.constexpr,
+                   BF16: tl.constexpr, SCORES: tl.constexpr, PROBS: tl.constexpr, ROW_SUM: tl.constexpr,
+                   PV: tl.constexpr, OUTPUT: tl.constexpr, FP32_HEADS: tl.constexpr, RULE: tl.constexpr,
+                   BETA: tl.constexpr, CAP: tl.constexpr, ONE: tl.constexpr, SHIFT: tl.constexpr, EPSILON: tl.constexpr,
+                   STATS: tl.constexpr, WIDE: tl.constexpr, DOTS: tl.constexpr):
+    """O, L and row statistics of one block of rows (paper Algorithm 1).
+
+    A tile of BLOCK_N keys is one step of the online softmax. WIDE: a step is TILE keys (up to the whole row), in parts
+    of BLOCK_N; m and rs of the step are found first, then P V is summed over the parts in FP32 and rounded once.
+    """
+    COUNT: tl.constexpr = STATS or RULE == "paper" or RULE == "capped"
+    blocks = tl.cdiv(T, BLOCK_M)
+    block, head = assign(blocks, HEADS, GROUP)
+    start = (blocks - 1 - block) * BLOCK_M  # long rows first
+    b, h = tl.cast(head // H, tl.int64), head % H
+    p_q += b * sqb + tl.cast(h, tl.int64) * sqh
+    p_k += b * skb + tl.cast(h, tl.int64) * skh
+    p_v += b * svb + tl.cast(h, tl.int64) * svh
+    p_o += b * sob + tl.cast(h, tl.int64) * soh
+    rows = start + tl.arange(0, BLOCK_M)
+    end = tl.minimum(start + BLOCK_M, T)
+
+    b_q = operand(load_rows(p_q, start, sqt, T, BLOCK_M, D, DP, not EVEN), BF16)
+    m = tl.full((BLOCK_M,), -float("inf"), tl.float32)
+    l = tl.zeros((BLOCK_M,), tl.float32)
+    acc = tl.zeros((BLOCK_M, DP), tl.float32)
+    if PV == "bf16":
+        acc = narrow(acc)
+    ties, row_max = tl.zeros((BLOCK_M,), tl.int32), m
+
+    if WIDE:
+        for tile in range(0, end, TILE):
+            stop = tl.minimum(tile + TILE, end)
+            rm = tl.full((BLOCK_M,), MASKED, tl.float32)
+            rs = tl.zeros((BLOCK_M,), tl.int32)
+            for n in range(tile, stop, BLOCK_N):
+                keys = n + tl.arange(0, BLOCK_N)
+                b_k = operand(load_rows(p_k, n, skt, T, BLOCK_N, D, DP, not EVEN), BF16)
+                x = scores(b_q, b_k, SCORES, SCALE, SOFTCAP, DOTS)
+                rm = tl.maximum(rm, tl.max(tl.where(rows[:, None] >= keys[None, :], x, MASKED), 1))
+            if COUNT:
+                for n in range(tile, stop, BLOCK_N):
+                    keys = n + tl.arange(0, BLOCK_N)
+                    b_k = operand(load_rows(p_k, n, skt, T, BLOCK_N, D, DP, not EVEN), BF16)
+                    x = scores(b_q, b_k, SCORES, SCALE, SOFTCAP, DOTS)
+                    rs += count_ties(tl.where(rows[:, None] >= keys[None, :], x, MASKED), rm, EPSILON)
+            m_new = new_maximum(m, rm, rs, RULE, BETA, CAP, ONE, SHIFT)
+            pv = tl.zeros((BLOCK_M, DP), tl.float32)
+            row_sum = tl.zeros((BLOCK_M,), tl.float32)
+            for n in range(tile, stop, BLOCK_N):
+                keys = n + tl.arange(0, BLOCK_N)
+                b_k = operand(load_rows(p_k, n, skt, T, BLOCK_N, D, DP, not EVEN), BF16)
+                b_v = operand(load_rows(p_v, n, svt, T, BLOCK_N, D, DP, not EVEN), BF16)
+                x = scores(b_q, b_k, SCORES, SCALE, SOFTCAP, DOTS)
+                b_p = probabilities(tl.where(rows[:, None] >= keys[None, :], x, MASKED), m_new, LOG2, RULE)
+                row_sum += tl.sum(b_p, 1)
+                pv = dot(cast_p(b_p, PROBS), b_v, pv, DOTS)
+            a = tl.exp2((m - m_new) * LOG2)
+            acc = add_tile(acc, pv, a, PV)
+            l = l * a + row_sum
+            if ROW_SUM == "bf16":
+                l = round_bf16(l)
+            m = m_new
+            ties, row_max = tl.maximum(ties, rs), tl.maximum(row_max, rm)
+    else:
+        below = (start + 1) // BLOCK_N * BLOCK_N  # tiles before this key have no mask in any row of the block
+        for phase in tl.static_range(2):
+            for n in range(0 if phase == 0 else below, below if phase == 0 else end, BLOCK_N):
+                b_k = operand(load_rows(p_k, n, skt, T, BLOCK_N, D, DP, phase == 1 and not EVEN), BF16)
+                x = scores(b_q, b_k, SCORES, SCALE, SOFTCAP, DOTS)
+                if phase == 1:
+                    x = tl.where(rows[:, None] >= (n + tl.arange(0, BLOCK_N))[None, :], x, MASKED)
+                rm = tl.max(x, 1)
+                rs = ties
+                if COUNT:
+                    rs = count_ties(x, rm, EPSILON)
+                m_new = new_maximum(m, rm, rs, RULE, BETA, CAP, ONE, SHIFT)
+                b_p = probabilities(x, m_new, LOG2, RULE)
+                a = tl.exp2((m - m_new) * LOG2)
+                l = l * a + tl.sum(b_p, 1)
+                if ROW_SUM == "bf16":
+                    l = round_bf16(l)
+                b_v = operand(load_rows(p_v, n, svt, T, BLOCK_N, D, DP, phase == 1 and not EVEN), BF16)
+                b_p = cast_p(b_p, PROBS)
+                if PV == "bf16":
+                    acc = add_tile(acc, dot(b_p, b_v, None, DOTS), a, PV)
+                else:
+                    acc = dot(b_p, b_v, acc * a[:, None], DOTS)
+                m = m_new
+                if STATS:
+                    ties, row_max = tl.maximum(ties, rs), tl.maximum(row_max, rm)
+
+    p_rows = tl.cast(head, tl.int64) * T + rows
+    tl.store(p_lse + p_rows, m * UNIT + tl.log(l), mask=rows < T)
+    if STATS:
+        tl.store(p_ties + p_rows, ties, mask=rows < T)
+        tl.store(p_row_max + p_rows, row_max * UNIT, mask=rows < T)
+    o = tl.div_rn(acc.to(tl.float32), l[:, None] + tl.zeros((BLOCK_M, DP), tl.float32))
+    if OUTPUT != "fp32":
+        unrounded = o
+        if OUTPUT == "stochastic":
+            o = round_stochastic(o, p_rng, p_rows[:, None] * D + tl.arange(0, DP)[None, :])
+        else:
+            o = round_bf16(o)
+        if FP32_HEADS != 0:
+            o = tl.where(((FP32_HEADS >> tl.cast(h, tl.int64)) & 1) != 0, unrounded, o)
+    store_rows(p_o, o, start, sot, T, BLOCK_M, D, DP)
+
+
+@triton.jit
+def gradient_of_scores(b_p, dp, delta, x, SCALE: tl.constexpr, SOFTCAP: tl.constexpr):
+    """dS / 1 = P (dP - delta) alpha, times the slope of the cap; delta arrives multiplied by alpha (SCALE)."""
+    b_ds = b_p * (dp * SCALE - delta)
+    if SOFTCAP != 0:
+        x = x / SOFTCAP
+        b_ds = b_ds * (1 - x * x)
+    return b_ds
+
+
+@triton.jit(do_not_specialize=["H", "HEADS", "GROUP"])
+def dq_kernel(p_q, p_k, p_v, p_o, p_do, p_lse, p_delta, p_dq,
+              sqb, sqh, sqt, skb, skh, skt, svb, svh, svt, sob, soh, sot, sgb, sgh, sgt,
+              sxb, sxh, sxt, H, T, HEADS, GROUP,
+              D: tl.constexpr, DP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EVEN: tl.constexpr,
+              ALPHA: tl.constexpr, UNIT: tl.constexpr, LOG2: tl.constexpr, SCALE: tl.constexpr, SOFTCAP: tl.constexpr,
+              BF16: tl.constexpr, SCORES: tl.constexpr, DELTA: tl.constexpr, DOTS: tl.constexpr):
+    """alpha * delta, stored for the dK/dV kernel, and dQ = dS K, of one block of rows (paper Algorithm 2).
+
+    dO is read here anyway, so delta costs one read of O. The other two rules take one more pass over the keys:
+    rowsum(dP P), or rowsum(dO (P V)), which is the same sum with a dP that was not rounded.
+    """
+    blocks = tl.cdiv(T, BLOCK_M)
+    block, head = assign(blocks, HEADS, GROUP)
+    start = (blocks - 1 - block) * BLOCK_M
+    b, h = tl.cast(head // H, tl.int64), tl.cast(head % H, tl.int64)
+    p_k += b * skb + h * skh
+    p_v += b * svb + h * svh
+    rows = start + tl.arange(0, BLOCK_M)
+    end = tl.minimum(start + BLOCK_M, T)
+    below = (start + 1) // BLOCK_N * BLOCK_N
+    p_rows = tl.cast(head, tl.int64) * T + rows
+
+    b_q = operand(load_rows(p_q + b * sqb + h * sqh, start, sqt, T, BLOCK_M, D, DP, not EVEN), BF16)
+    b_do = operand(load_rows(p_do + b * sgb + h * sgh, start, sgt, T, BLOCK_M, D, DP, not EVEN), BF16)
+    m = tl.load(p_lse + p_rows, mask=rows < T, other=0.0) * (1 / UNIT)
+    if DELTA == "do_o":
+        b_o = load_rows(p_o + b * sob + h * soh, start, sot, T, BLOCK_M, D, DP, not EVEN).to(tl.float32)
+        delta = tl.sum(b_do.to(tl.float32) * b_o, 1)
+    else:
+        delta = tl.zeros((BLOCK_M,), tl.float32)
+        for n in range(0, end, BLOCK_N):
+            b_k = operand(load_rows(p_k, n, skt, T, BLOCK_N, D, DP, not EVEN), BF16)
+            b_v = operand(load_rows(p_v, n, svt, T, BLOCK_N, D, DP, not EVEN), BF16)
+            x = scores(b_q, b_k, SCORES, SCALE, SOFTCAP, DOTS)
+            x = tl.where(rows[:, None] >= (n + tl.arange(0, BLOCK_N))[None, :], x, MASKED)
+            dp = dot(b_do, tl.trans(b_v), None, DOTS)
+            if SCORES == "bf16" and DELTA == "dp_p":
+                dp = round_bf16(dp)
+            delta += tl.sum(dp * tl.exp2((x - m[:, None]) * LOG2), 1)
+    delta = delta * ALPHA
+    tl.store(p_delta + p_rows, delta, mask=rows < T)
+
+    acc = tl.zeros((BLOCK_M, DP), tl.float32)
+    for phase in tl.static_range(2):
+        for n in range(0 if phase == 0 else below, below if phase == 0 else end, BLOCK_N):
+            b_k = operand(load_rows(p_k, n, skt, T, BLOCK_N, D, DP, phase == 1 and not EVEN), BF16)
+            b_v = operand(load_rows(p_v, n, svt, T, BLOCK_N, D, DP, phase == 1 and not EVEN), BF16)
+            x = scores(b_q, b_k, SCORES, SCALE, SOFTCAP, DOTS)
+            dp = dot(b_do, tl.trans(b_v), None, DOTS)
+            b_p = tl.exp2((x - m[:, None]) * LOG2)
+            if phase == 1:
+                b_p = tl.where(rows[:, None] >= (n + tl.arange(0, BLOCK_N))[None, :], b_p, 0.0)
+            if SCORES == "bf16":
+                dp = round_bf16(dp)
+            b_ds = gradient_of_scores(b_p, dp, delta[:, None], x, ALPHA, SOFTCAP)
+            acc = dot(operand(b_ds, BF16), b_k, acc, DOTS)
+    if BF16:
+        acc = round_bf16(acc)
+    store_rows(p_dq + b * sxb + h * sxh, acc, start, sxt, T, BLOCK_M, D, DP)
+
+
+@triton.jit(do_not_specialize=["H", "HEADS", "GROUP"])
+def dkdv_kernel(p_q, p_k, p_v, p_do, p_lse, p_delta, p_dk, p_dv,
+                sqb, sqh, sqt, skb, skh, skt, svb, svh, svt, sgb, sgh, sgt, sxb, sxh, sxt, H, T, HEADS, GROUP,
+                D: tl.constexpr, DP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EVEN: tl.constexpr,
+                ALPHA: tl.constexpr, UNIT: tl.constexpr, LOG2: tl.constexpr, SCALE: tl.constexpr, SOFTCAP: tl.constexpr,
+                BF16: tl.constexpr, SCORES: tl.constexpr, DOTS: tl.constexpr):
+    """dV = P^T dO and dK = dS^T Q of one block of BLOCK_N keys, over tiles of BLOCK_M rows (paper Algorithm 2).
+
+    Everything is computed transposed, S^T = K Q^T, so that P^T and dS^T feed the next product from registers.
+    Rows past T read dO = 0 and delta = 0 and add nothing.
+    """
+    block, head = assign(tl.cdiv(T, BLOCK_N), HEADS, GROUP)
+    start = block * BLOCK_N  # early keys have the most rows: long blocks first
+    b, h = tl.cast(head // H, tl.int64), tl.cast(head % H, tl.int64)
+    p_q += b * sqb + h * sqh
+    p_do += b * sgb + h * sgh
+    p_lse += tl.cast(head, tl.int64) * T
+    p_delta += tl.cast(head, tl.int64) * T
+    keys = start + tl.arange(0, BLOCK_N)
+    first = start // BLOCK_M * BLOCK_M
+    below = tl.minimum(tl.cdiv(start + BLOCK_N - 1, BLOCK_M) * BLOCK_M, T)  # rows from here on see every key
+
+    b_k = operand(load_rows(p_k + b * skb + h * skh, start, skt, T, BLOCK_N, D, DP, not EVEN), BF16)
+    b_v = operand(load_rows(p_v + b * svb + h * svh, start, svt, T, BLOCK_N, D, DP, not EVEN), BF16)
+    b_dk, b_dv = tl.zeros((BLOCK_N, DP), tl.float32), tl.zeros((BLOCK_N, DP), tl.float32)
+    for phase in tl.static_range(2):
+        for r in range(first if phase == 0 else below, below if phase == 0 else T, BLOCK_M):
+            rows = r + tl.arange(0, BLOCK_M)
+            b_q = operand(load_rows(p_q, r, sqt, T, BLOCK_M, D, DP, not EVEN), BF16)
+            if EVEN:
+                m = tl.load(p_lse + rows)
+                delta = tl.load(p_delta + rows)
+            else:
+                m = tl.load(p_lse + rows, mask=rows < T, other=0.0)
+                delta = tl.load(p_delta + rows, mask=rows < T, other=0.0)
+            m = m * (1 / UNIT)
+            x = scores(b_k, b_q, SCORES, SCALE, SOFTCAP, DOTS)
+            b_p = tl.exp2((x - m[None, :]) * LOG2)
+            if phase == 0:
+                b_p = tl.where(rows[None, :] >= keys[:, None], b_p, 0.0)
+            b_do = operand(load_rows(p_do, r, sgt, T, BLOCK_M, D, DP, not EVEN), BF16)
+            b_dv = dot(operand(b_p, BF16), b_do, b_dv, DOTS)
+            dp = dot(b_v, tl.trans(b_do), None, DOTS)
+            if SCORES == "bf16":
+                dp = round_bf16(dp)
+            b_ds = gradient_of_scores(b_p, dp, delta[None, :], x, ALPHA, SOFTCAP)
+            b_dk = dot(operand(b_ds, BF16), b_q, b_dk, DOTS)
+    if BF16:
+        b_dk, b_dv = round_bf16(b_dk), round_bf16(b_dv)
+    store_rows(p_dk + b * sxb + h * sxh, b_dk, start, sxt, T, BLOCK_N, D, DP)
+    store_rows(p_dv + b * sxb + h * sxh, b_dv, start, sxt, T, BLOCK_N, D, DP)
