@@ -33,6 +33,7 @@ from replay.order import OrderError, Recorder
 from runinfo import describe_run, print_header
 
 EXIT_USER, EXIT_NONFINITE, EXIT_SIGTERM = 2, 3, 143  # 143 = 128 + SIGTERM, as a shell reports it
+EVALUATION_DRAW = 1 << 62  # of stochastic rounding; training counts its micro-batches from 0
 
 
 class NonFiniteError(RuntimeError):
@@ -114,6 +115,11 @@ class Trainer:
 
     # ---- one step ----
 
+    def set_draw(self, draw: int):
+        """Makes stochastic rounding a function of the batch: neither a resume nor the number of ranks changes it."""
+        for layer in self.stochastic:
+            layer.rng[2] = draw
+
     def gradients(self) -> torch.Tensor:
         """Forward and backward over this rank's micro-batches; returns their mean loss, on the device."""
         total = torch.zeros((), device=self.device)
@@ -124,8 +130,7 @@ class Trainer:
                 self.first = x
             if self.config.dropout:
                 seed_microbatch(self.config.seed, draw)
-            for layer in self.stochastic:
-                layer.rng[2] = draw
+            self.set_draw(draw)
             last = micro == self.micro_batches - 1
             sync = contextlib.nullcontext() if last or self.group.world_size == 1 else self.model.no_sync()
             with sync:
@@ -181,6 +186,7 @@ class Trainer:
             batch = i * self.group.world_size + self.group.rank
             if batch >= config.eval_iters:
                 continue  # this rank is done; it goes on answering check_stop
+            self.set_draw(EVALUATION_DRAW + batch)
             x, y = self.read("val", offsets[batch * config.batch_size : (batch + 1) * config.batch_size])
             with self.autocast:
                 _, loss = self.raw(x, y) if not config.compile else self.model(x, y)
