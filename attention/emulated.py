@@ -96,7 +96,7 @@ def _tiles_forward(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, want_st
     q, k, v = _load(q, spec), _load(k, spec), _load(v, spec)
     o = torch.zeros_like(q)
     m = q.new_full(q.shape[:2], -torch.inf)
-    sums = torch.zeros_like(m)  # l in the paper
+    l = torch.zeros_like(m)
     ties, row_max = torch.zeros_like(m, dtype=torch.int32), m.clone()
     for keys, rows in _tiles(q, spec):
         s = _mask(_scores(q[:, rows], k[:, keys], spec), -torch.inf)
@@ -108,16 +108,16 @@ def _tiles_forward(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, want_st
         if spec.stabilizer == "clamp":
             p.clamp_(max=LARGEST_CLAMPED_P)
         a = torch.exp(m[:, rows] - m_new)
-        sums[:, rows] = _if(spec.row_sum, sums[:, rows] * a + p.sum(-1))
+        l[:, rows] = _if(spec.row_sum, l[:, rows] * a + p.sum(-1))
         pv = _if(spec.pv, _product(_if(spec.probs, p), v[:, keys]))
         o[:, rows] = _if(spec.pv, _if(spec.pv, o[:, rows] * a[..., None]) + pv)
         m[:, rows] = m_new
         if want_stats:
             ties[:, rows] = torch.maximum(ties[:, rows], rs.to(torch.int32))
             row_max[:, rows] = torch.maximum(row_max[:, rows], rm)
-    lse = (m + sums.log()).view(shape)
+    lse = (m + l.log()).view(shape)
     stats = (ties.view(shape), row_max.view(shape)) if want_stats else (ties.new_empty(NOTHING), m.new_empty(NOTHING))
-    return o.div_(sums[..., None]), lse, *stats
+    return o.div_(l[..., None]), lse, *stats
 
 
 def _new_maximum(m: Tensor, rm: Tensor, rs: Tensor | None, spec: AttentionSpec) -> Tensor:
