@@ -46,7 +46,11 @@ def seed_microbatch(seed: int, index: int) -> None:
     of a compiled graph differ from eager ones, but repeat.
     """
     # splitmix64 of both: neighbouring indices get unrelated seeds, and (seed, index + 1) is not (seed + 1, index).
-    torch.manual_seed(_mix(_mix(seed & _MASK) ^ (index & _MASK)))
+    mixed = _mix(_mix(seed & _MASK) ^ (index & _MASK))
+    # Not torch.manual_seed: before CUDA starts, and so on a CPU for ever, it queues a stack trace at every call.
+    torch.default_generator.manual_seed(mixed)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed(mixed)  # of the current device, the one this rank trains on
 
 
 def _mix(x: int) -> int:

@@ -1,0 +1,188 @@
+"""Only runs of one order are compared; the numbers in table, JSON and plot are those of the logs."""
+
+import json
+import lzma
+import math
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from metrics import Metrics
+from replay.order import Header, Recorder
+from scripts.compare import UNCHECKED, compare, main, plot, table
+from scripts.runs import CompareError, common_steps, difference, load_run, load_runs
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def make_run(folder: Path, losses, *, seed=0, rows=None, keep_order=True, data="ab" * 32, probes=True,
+             name=None) -> Path:
+    """A finished run as train.py leaves it: order file, run.json and metrics.jsonl."""
+    header = Header(dataset="corpus", n_tokens=10_000, sha256=data, block_size=8, sequences_per_step=4, seed=seed)
+    with Recorder(folder / "order.bin", header) as recorder:
+        for step in range(len(losses) if rows is None else rows):
+            recorder.append(step, np.random.default_rng((seed, step)).integers(0, header.starts, 4))
+        order = {"mode": "recorded", "path": str(folder / "order.bin"), "rows": recorder.rows,
+                 "sha256": recorder.sha256()}
+    if not keep_order:
+        (folder / "order.bin").unlink()
+    info = {"name": name or folder.name, "attention": ["flash_bf16 ..."] * 2, "order": order, "n_params": 7}
+    metrics = Metrics(folder, {"max_iters": len(losses)}, info)
+    for step, loss in enumerate(losses):
+        record = {"step": step, "loss": loss, "grad_norm": 1 + step / 10}
+        if probes and step % 2 == 0:
+            record |= {"probe/ties/layer0": 0.1, "probe/ties/layer1": step / 100, "probe/wq_norm/layer1": 3.0 + step,
+                       "probe/ties_head/layer1": [0.0, step / 50]}
+        metrics.log(record)
+    metrics.log({"step": len(losses), "val_loss": losses[-1] + 0.5})
+    metrics.close()
+    return folder
+
+
+@pytest.fixture
+def pair(tmp_path):
+    a = make_run(tmp_path / "a", [4.0, 3.0, 2.5, 2.0, 1.5])
+    return a, make_run(tmp_path / "b", [4.0, 3.25, 2.25, 2.5, math.nan])
+
+
+def test_numbers_are_those_of_the_logs(pair, tmp_path):
+    runs = load_runs(pair)
+    result = compare(runs)
+    first, second = result["runs"]
+    assert result["same_order"] and result["reference"] == "a" and not result["label"]
+    assert first["difference"]["signed"] == [0.0] * 5 and first["common_steps"] == 5
+    diff = second["difference"]
+    assert diff["steps"] == [0, 1, 2, 3, 4]
+    assert diff["signed"][:4] == [0.0, 0.25, -0.25, 0.5] and math.isnan(diff["signed"][4])
+    assert diff["absolute"][:4] == [0.0, 0.25, 0.25, 0.5]
+    assert (first["final_loss"], first["final_val_loss"], first["step_of_failure"]) == (1.5, 2.0, None)
+    assert second["step_of_failure"] == 4 and second["steps"] == 5 and second["max_grad_norm"] == 1.4
+    assert first["ties"] == {0: {"last": 0.1, "max": 0.1, "step_of_max": 0},
+                             1: {"last": 0.04, "max": 0.04, "step_of_max": 4}}
+    assert first["wq_norm"] == {1: {"last": 7.0, "max": 7.0, "step_of_max": 4}}
+    assert first["attention"] == ["flash_bf16 ..."] * 2
+
+    text = table(result)
+    row = next(line for line in text.splitlines() if line.startswith("b "))
+    assert row.split() == ["b", "5", "nan", "nan", "+nan", "nan", "nan", "1.4", "4"]
+    assert "layer 1" in text and "0.0400 (0.0400)" in text and "7.00 (7.00)" in text
+
+
+def test_command_writes_json_and_a_plot(pair, tmp_path):
+    def refuse(word):
+        raise AssertionError(f"{word} is no JSON")
+
+    png, report = tmp_path / "out" / "c.png", tmp_path / "out" / "c.json"
+    done = subprocess.run([sys.executable, ROOT / "scripts" / "compare.py", *pair, "-o", png, "--json", report],
+                          cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "reference: a" in done.stdout
+    result = json.loads(report.read_text(), parse_constant=refuse)
+    assert result["runs"][1]["difference"]["signed"] == [0.0, 0.25, -0.25, 0.5, "NaN"]
+    assert png.read_bytes().startswith(b"\x89PNG") and png.stat().st_size > 20_000
+
+
+def test_lines_differ_without_colour_and_axes_have_units(pair, tmp_path, monkeypatch):
+    import matplotlib.pyplot as plt
+
+    monkeypatch.setattr(plt, "close", lambda figure: None)
+    runs = load_runs([pair[0]] * 11)
+    plot(runs, compare(runs), tmp_path / "c.png")
+    axes = plt.gcf().axes
+    looks = [(line.get_linestyle(), str(line._dash_pattern), line.get_marker()) for line in axes[0].get_lines()]
+    assert len(set(looks)) == 11
+    labels = [axis.get_ylabel() for axis in axes]
+    assert len(axes) == 5 and all(labels) and "nats/token" in labels[0] and axes[-1].get_xlabel() == "optimizer step"
+    monkeypatch.undo()
+    plt.close("all")
+
+
+def test_runs_without_probes_have_no_empty_panels(tmp_path):
+    run = load_run(make_run(tmp_path / "a", [2.0, 1.0], probes=False))
+    result = compare([run])
+    assert result["runs"][0]["ties"] == {} and "layer" not in table(result)
+    plot([run], result, tmp_path / "c.png")
+
+
+def test_a_shorter_run_is_compared_on_the_common_steps(tmp_path):
+    long = load_run(make_run(tmp_path / "long", [3.0 - i / 10 for i in range(10)]))
+    short = load_run(make_run(tmp_path / "short", [3.0, 3.0, 3.0]))
+    assert long.info["order"]["sha256"] != short.info["order"]["sha256"]
+    assert common_steps(long, short) == common_steps(short, long) == 3
+    steps, signed = difference(long, short, 3)
+    assert steps == [0, 1, 2] and signed == pytest.approx([0, 0.1, 0.2])
+    torn = load_run(make_run(tmp_path / "torn", [3.0] * 6, rows=4))  # rows are what counts, not records
+    assert compare([long, torn])["runs"][1]["difference"]["steps"] == [0, 1, 2, 3]
+
+
+def test_different_orders_are_refused_with_one_sentence(tmp_path, capsys):
+    a, b = make_run(tmp_path / "a", [3.0, 2.0]), make_run(tmp_path / "b", [3.0, 2.0], seed=1)
+    assert main([str(a), str(b), "--json", str(tmp_path / "no.json")]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith("compare: a and b are not comparable: their batch orders differ from step 0 on")
+    assert captured.err.count("\n") == 1 and captured.out == "" and not (tmp_path / "no.json").exists()
+
+
+def test_different_orders_can_be_allowed_and_are_labelled(tmp_path, capsys):
+    a, b = make_run(tmp_path / "a", [3.0, 2.0]), make_run(tmp_path / "b", [3.5, 2.0, 1.0], seed=1)
+    assert main([str(a), str(b), "--allow_different_orders", "--json", str(tmp_path / "c.json"),
+                 "-o", str(tmp_path / "c.png")]) == 0
+    assert UNCHECKED in capsys.readouterr().out
+    result = json.loads((tmp_path / "c.json").read_text())
+    assert result["same_order"] is False and result["label"] == UNCHECKED
+    assert result["runs"][1]["difference"]["signed"] == [0.5, 0.0]
+
+
+def test_other_data_in_the_same_order_is_refused(tmp_path):
+    runs = load_runs([make_run(tmp_path / "a", [3.0]), make_run(tmp_path / "b", [3.0], data="cd" * 32)])
+    with pytest.raises(CompareError, match=r"their orders have sha256 abab.* and cdcd"):
+        compare(runs)
+
+
+def test_without_order_files_the_hashes_decide(tmp_path):
+    a, b = (make_run(tmp_path / name, [3.0, 2.0], keep_order=False) for name in "ab")
+    assert compare(load_runs([a, b]))["same_order"]
+    other = make_run(tmp_path / "other", [3.0, 2.0], seed=1, keep_order=False)
+    with pytest.raises(CompareError, match=r"a has order hash [0-9a-f]{12} and other has order hash [0-9a-f]{12}"):
+        compare(load_runs([a, other]))
+    (b / "run.json").unlink()
+    with pytest.raises(CompareError, match="the order of b was not kept"):
+        compare(load_runs([a, b]))
+
+
+def test_a_replayed_run_finds_the_order_that_it_read(tmp_path):
+    source = make_run(tmp_path / "source", [3.0, 2.0, 1.0])
+    replayed = make_run(tmp_path / "replayed", [3.0, 2.5], keep_order=False)
+    header = json.loads((replayed / "run.json").read_text())
+    header["order"] = {"mode": "replayed", "path": str(source / "order.bin"), "rows": 3, "sha256": None}
+    (replayed / "run.json").write_text(json.dumps(header))
+    assert common_steps(*load_runs([source, replayed])) == 2
+
+
+def test_compressed_results_with_their_headers_beside_them(tmp_path, pair):
+    kept = tmp_path / "results"
+    kept.mkdir()
+    for run in pair:
+        with lzma.open(kept / f"{run.name}_seed1.jsonl.xz", "wb") as file:
+            file.write((run / "metrics.jsonl").read_bytes())
+        shutil.copy(run / "run.json", kept / f"{run.name}_seed1.run.json")
+        shutil.rmtree(run)
+    result = compare(load_runs([kept / "a_seed1.jsonl.xz", kept / "b_seed1.jsonl.xz"]))
+    assert result["runs"][1]["difference"]["signed"][:4] == [0.0, 0.25, -0.25, 0.5]
+
+
+def test_runs_of_one_name_are_told_apart(tmp_path):
+    runs = load_runs([make_run(tmp_path / place / "arm", [3.0]) for place in "xy"])
+    assert [run.name for run in runs] == [f"arm ({tmp_path}/x/arm)", f"arm ({tmp_path}/y/arm)"]
+
+
+def test_missing_and_empty_runs(tmp_path, capsys):
+    assert main([str(tmp_path)]) == 2
+    assert "has no metrics.jsonl" in capsys.readouterr().err
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "val_loss": 3.0}\n')
+    assert main([str(tmp_path)]) == 2
+    assert "has no logged loss" in capsys.readouterr().err
