@@ -29,7 +29,7 @@ def verify(options: argparse.Namespace):
         tokens = _training_tokens(options.data)
         order.check(Header(tokens.name, tokens.n_tokens, tokens.verify(), order.header.block_size,
                            order.header.sequences_per_step))
-        print(f"{options.file}: {order.rows} whole steps, all in range, recorded on {tokens.path}; order SHA-256 {digest}")
+        print(f"{options.file}: {order.rows} whole steps in range, recorded on {tokens.path}; order SHA-256 {digest}")
 
 
 def import_(options: argparse.Namespace):

@@ -127,5 +127,6 @@ def _offsets(text: str, length: int, header: Header, where: str) -> list[int]:
     low, high = min(offsets), max(offsets)
     if low < 0 or high >= header.starts:
         raise OrderError(f"{where}: offset {low if low < 0 else high} is outside 0 to {header.starts - 1}, the "
-                         f"starts that {header.n_tokens} tokens have with block_size={header.block_size}; is this the right data?")
+                         f"starts that {header.n_tokens} tokens have with block_size={header.block_size}; "
+                         "is this the right data?")
     return offsets
