@@ -68,6 +68,8 @@ def prepare(config: Config) -> Plan:
         state = checkpoint.load_latest(out)
     elif config.init_from.endswith(".pt"):
         state = checkpoint.load(Path(config.init_from), "cpu")
+    if state and (lacks := {"model", "model_args", "optimizer", "scaler", "step"} - state.keys()):
+        raise ConfigError(f"{config.init_from} is no checkpoint of train.py: it lacks {', '.join(sorted(lacks))}")
     for name, saved in (state or {}).get("model_args", {}).items():
         if name != "dropout" and getattr(model_args, name) != saved:
             raise ConfigError(f"{name}={getattr(model_args, name)!r}, but the checkpoint has {name}={saved!r}; the "

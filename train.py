@@ -10,7 +10,6 @@ wrong with a config, a corpus or an order file is found by plan.py, before anyth
 import contextlib
 import dataclasses
 import os
-import signal
 import sys
 import time
 from pathlib import Path
@@ -24,13 +23,14 @@ from checkpoint import CheckpointError, NonFiniteState
 from config import Config, as_dict, load
 from data.loader import DataError, draw_offsets
 from determinism import seed_microbatch, set_determinism
-from diagnostics.probes import first_nonfinite, nonfinite_gradients, probe
+from diagnostics.probes import explain_nonfinite, probe
 from metrics import Metrics, MetricsError
 from model import GPT
 from optim import build_optimizer, learning_rate
 from plan import Plan, prepare
 from replay.order import OrderError, Recorder
 from runinfo import describe_run, print_header
+from stop import StopRequested, StopSignal
 
 EXIT_USER, EXIT_NONFINITE, EXIT_SIGTERM = 2, 3, 143  # 143 = 128 + SIGTERM, as a shell reports it
 EVALUATION_DRAW = 1 << 62  # of stochastic rounding; training counts its micro-batches from 0
@@ -38,23 +38,6 @@ EVALUATION_DRAW = 1 << 62  # of stochastic rounding; training counts its micro-b
 
 class NonFiniteError(RuntimeError):
     """Training stopped before an update that would have put non-finite numbers into the weights."""
-
-
-class StopRequested(Exception):
-    """SIGTERM or SIGINT arrived; the state of the last finished step is whole and can be saved."""
-
-
-class StopSignal:
-    """Turns SIGTERM and the first SIGINT into a flag that the loop reads between micro-batches."""
-
-    def __init__(self):
-        self.requested = False
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._note)
-
-    def _note(self, number, _frame):
-        self.requested = True
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # a second Ctrl-C means it
 
 
 class Trainer:
@@ -91,8 +74,6 @@ class Trainer:
         self.model = model
         self.ahead = {}  # the batch that was read while the device worked
 
-    # ---- batches ----
-
     def row(self, step: int):
         """The token offsets of all sequences of a step, in the order micro-step, then rank."""
         if self.plan.order:
@@ -104,7 +85,7 @@ class Trainer:
         x, y = self.plan.tokens[split].batch(offsets, self.config.block_size)
         if self.device.type != "cuda":
             return x, y
-        return (t.pin_memory().to(self.device, non_blocking=True) for t in (x, y))
+        return tuple(t.pin_memory().to(self.device, non_blocking=True) for t in (x, y))
 
     def micro_batch(self, step: int, micro: int):
         """Micro-batch `micro` of this rank: (index over the whole run, x, y)."""
@@ -112,8 +93,6 @@ class Trainer:
         size = self.config.batch_size
         x, y = self.read("train", self.row(step)[index * size : (index + 1) * size])
         return step * self.config.gradient_accumulation_steps + index, x, y
-
-    # ---- one step ----
 
     def set_draw(self, draw: int):
         """Makes stochastic rounding a function of the batch: neither a resume nor the number of ranks changes it."""
@@ -161,18 +140,18 @@ class Trainer:
                 self.raw.apply_qk_clip(self.group.max)
             return norm.item(), self.scaler.get_scale() >= before
         if self.config.on_nonfinite == "stop":
-            raise NonFiniteError(self.explain_nonfinite(loss.item(), norm.item()))
+            raise NonFiniteError(self.explain(loss.item(), norm.item()))
+        self.scaler.update()  # lowers the loss scale, and readies it for the next step
         return norm.item(), False
 
-    def explain_nonfinite(self, loss: float, norm: float) -> str:
-        places = [first_nonfinite(self.raw, self.micro_batch(self.step, m)[1], self.autocast)
-                  for m in range(self.micro_batches)]
-        place = next((p for p in places if not p.startswith("the forward pass is finite")), places[0])
+    def explain(self, loss: float, norm: float) -> str:
+        """Which step, layer, head and backend; over the micro-batches of all ranks, so that rank 0 alone can tell."""
+        rows = self.row(self.step).reshape(-1, self.config.batch_size)
+        place = explain_nonfinite(self.raw, (self.read("train", row)[0] for row in rows), self.autocast)
         last = checkpoint.latest(Path(self.config.out_dir))
-        named = ", ".join(nonfinite_gradients(self.raw)) or "no parameter"
-        return (f"step {self.step}: loss {loss}, gradient norm {norm}: {place}; the gradients of {named} are not "
-                f"finite. Stopped before the update; the last good checkpoint is {last or 'none'}. Replay with another "
-                "--attention, or go on past it with --on_nonfinite=skip")
+        return (f"step {self.step}: loss {loss}, gradient norm {norm}: {place}. Stopped before the update; the last "
+                f"good checkpoint is {last or 'none'}. Replay with another --attention, or go on past it with "
+                "--on_nonfinite=skip")
 
     @torch.no_grad()
     def evaluate(self) -> float:
@@ -208,10 +187,9 @@ class Trainer:
                 "data": {"tokenizer": tokens.tokenizer, "vocab_size": tokens.vocab_size}}
 
 
-def train(config: Config, plan: Plan, group: distributed.Group, stop: StopSignal) -> None:
+def train(trainer: Trainer, info: dict) -> None:
     """Runs to max_iters. Errors: NonFiniteError, StopRequested (after saving), CheckpointError, MetricsError."""
-    trainer = Trainer(config, plan, group, stop)
-    info = describe_run(config, plan, group, trainer)
+    config, plan, group = trainer.config, trainer.plan, trainer.group
     out = Path(config.out_dir)
     print_header(info, group)
     metrics = Metrics(out, as_dict(config), info, group.is_main)
@@ -276,33 +254,43 @@ def train(config: Config, plan: Plan, group: distributed.Group, stop: StopSignal
         metrics.close(code)
 
 
-def report(what: str, error: Exception, code: int) -> int:
-    """One sentence on rank 0's standard error."""
-    if os.environ.get("RANK", "0") == "0":
-        print(f"train.py: {what}: {error}", file=sys.stderr, flush=True)
+def report(what: str, error: object, code: int, any_rank: bool = False) -> int:
+    """One sentence on standard error: of rank 0, or of each rank where the others may not have met the error."""
+    rank = os.environ.get("RANK", "0")
+    if rank == "0" or any_rank:
+        print(f"train.py{f' on rank {rank}' if rank != '0' else ''}: {what}: {error}", file=sys.stderr, flush=True)
     return code
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit status: 0, EXIT_USER, EXIT_NONFINITE or EXIT_SIGTERM; any other failure is a bug and shows its traceback."""
-    stop = StopSignal()
+    """Exit status: 0, EXIT_USER, EXIT_NONFINITE, EXIT_SIGTERM, or 1 where another rank is gone; a traceback is a bug."""
+    stop, group, failed = StopSignal(), None, True
     try:
         config = load(sys.argv[1:] if argv is None else argv)
         plan = prepare(config)
         group = distributed.init(config.device, config.collective_timeout_s)
+        trainer = Trainer(config, plan, group, stop)
+        info = describe_run(config, plan, group, trainer)
     except (ValueError, CheckpointError) as error:
+        if group:
+            group.close(failed)
         return report("error", error, EXIT_USER)
-    failed = True
     try:
-        train(config, plan, group, stop)
+        train(trainer, info)
         failed = False
     except (CheckpointError, MetricsError, OrderError, DataError) as error:
-        return report("error", error, EXIT_USER)
+        return report("error", error, EXIT_USER, any_rank=True)
     except NonFiniteError as error:
         return report("stopped", error, EXIT_NONFINITE)
     except StopRequested:
         failed = False
         return EXIT_SIGTERM
+    except RuntimeError as error:  # gloo has no error class of its own
+        if not isinstance(error, torch.distributed.DistError) and "gloo" not in str(error):
+            raise
+        return report("stopped", f"another rank ended or did not answer within {config.collective_timeout_s:g} s, in "
+                      f"step {trainer.step} ({error}); its own message tells why. Go on with --init_from=resume", 1,
+                      any_rank=True)
     finally:
         group.close(failed)
     return 0

@@ -1,7 +1,7 @@
 """Cheap measurements of a live model: tied rows and W_Q norms by layer and head, and the first non-finite head."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -68,11 +68,19 @@ def probe(model: nn.Module, idx: Tensor, autocast) -> dict[str, float | list[flo
     return out
 
 
+def explain_nonfinite(model: nn.Module, batches: Iterable[Tensor], autocast) -> str:
+    """Where a step over `batches`, each idx (B, T), left the finite numbers, in words for an error message: in the
+    first forward pass that does, else in the backward pass; and parameters whose gradient is not finite."""
+    places = (first_nonfinite(model, idx, autocast) for idx in batches)
+    place = next(filter(None, places), "the forward pass is finite, the backward pass is not")
+    return f"{place}; gradients that are not finite: {', '.join(nonfinite_gradients(model)) or 'none'}"
+
+
 @torch.no_grad()
 def first_nonfinite(model: nn.Module, idx: Tensor, autocast) -> str:
-    """Where a forward pass of idx (B, T) first leaves the finite numbers, in words for an error message."""
+    """Where a forward pass of idx (B, T) first leaves the finite numbers, in words; "" where it does not."""
     with attention_inputs(model) as inputs, autocast:
-        logits, _ = model(idx)
+        logits, _ = model(idx, idx)  # with targets, whatever they are: the logits of all positions
     layers = [m for m in model.modules() if isinstance(m, AttentionLayer)]
     for i, layer in enumerate(layers):
         q, k, v = inputs[i]
@@ -87,7 +95,7 @@ def first_nonfinite(model: nn.Module, idx: Tensor, autocast) -> str:
                     f"numerics: {layer.spec.describe()}")
     if not logits.isfinite().all():
         return "the attention outputs are finite, the logits are not"
-    return "the forward pass is finite; the backward pass is not"
+    return ""
 
 
 def nonfinite_gradients(model: nn.Module, limit: int = 3) -> list[str]:

@@ -1,0 +1,161 @@
+"""What a user can get wrong: one clear sentence on standard error, exit code 2, and nothing written."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from conftest import write_corpus
+
+import checkpoint
+from replay.order import OrderFile
+
+REFUSED = {
+    "unknown flag": (dict(learnin_rate=1), "learning"),
+    "wrong type": (dict(n_layer="two"), "n-layer|n_layer"),
+    "wrong choice": (dict(attention="flash_bf15"), "flash_bf16"),
+    "impossible value": (dict(batch_size=0), "batch_size=0 must be positive"),
+    "width and heads": (dict(n_embd=33), "n_embd=33 is not divisible by n_head=2"),
+    "no such switch": (dict(attention="standard", pv="fp32"), "pv='fp32' changes nothing"),
+    "switch value": (dict(pv="fp16"), "pv='fp16' is not one of bf16, fp32"),
+    "override": (dict(attention_override="5=standard"), "'5=standard' is not .* layer of 0..1"),
+    "override backend": (dict(attention_override="1=flash"), "'flash' is no backend"),
+    "head": (dict(output_heads="1:7"), "'1:7' is outside layers 0..1, heads 0..1"),
+    "head syntax": (dict(output_heads="1"), "'1' is not LAYER:HEAD"),
+    "float16": (dict(dtype="float16", attention="flash_bf16"), "float16 with attention=flash_bf16.*standard"),
+    "vocabulary": (dict(vocab_size=255), "vocab_size=255 is below the 256"),
+    "missing GPU": (dict(device="cuda"), "needs a CUDA GPU .* --device=cpu"),
+    "unknown device": (dict(device="gpu"), "device=gpu is unknown; choose cpu"),
+    "data": (dict(dataset="nowhere"), "nowhere does not exist; make it with"),
+    "block": (dict(block_size=4000), "4000 tokens, but .* block_size=4000 reads 4001"),  # the validation split's
+    "order file": (dict(replay="nowhere.bin"), "nowhere.bin cannot be read: No such file"),
+    "resume": (dict(init_from="resume"), "no checkpoint .* to resume from"),
+    "checkpoint": (dict(init_from="nowhere.pt"), "nowhere.pt does not exist"),
+    "weights": (dict(init_from="gpt3"), "init_from=gpt3 is neither"),
+    "options": (dict(qk_norm=True, qk_clip=1.0), "qk_clip=1.0 with qk_norm"),
+    "kernel": (dict(kernel="triton"), "triton"),
+}
+
+
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+
+
+@pytest.mark.parametrize("flags, message", REFUSED.values(), ids=REFUSED)
+def test_refused(runner, flags, message):
+    assert_sentence(runner.refused("run", **flags), message)
+
+
+def assert_sentence(stderr: str, *patterns: str):
+    if stderr.startswith("train.py: error: "):  # tyro draws boxes of its own
+        assert len(stderr.splitlines()) == 1 and len(stderr) < 600
+    for pattern in patterns:
+        assert __import__("re").search(pattern, " ".join(stderr.split())), stderr
+
+
+def test_indivisible_accumulation(runner, monkeypatch):
+    """Both numbers, and before the process group: no other rank has to be there."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    message = runner.refused("run", gradient_accumulation_steps=5)
+    assert_sentence(message, "gradient_accumulation_steps=5 .* 2 ranks; use a multiple of 2")
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory, corpus):
+    """A run of six steps, its order file and its checkpoints."""
+    from conftest import Runner
+
+    return Runner(tmp_path_factory.mktemp("recorded"), corpus)("run")
+
+
+def test_replay_that_does_not_fit(runner, recorded):
+    order = recorded.out / "order.bin"
+    for flags, message in ((dict(block_size=16), "block_size=32 .* block_size=16"),
+                           (dict(batch_size=3), "sequences_per_step=4 .* sequences_per_step=6"),
+                           (dict(max_iters=7), "holds 6 steps, but max_iters=7 .* --max_iters=6")):
+        assert_sentence(runner.refused("run", replay=order, **flags), message, str(order))
+    damaged = runner.root / "damaged.bin"
+    raw = bytearray(order.read_bytes())
+    raw[40] ^= 1
+    damaged.write_bytes(raw)
+    assert_sentence(runner.refused("run", replay=damaged), "header of .*damaged.bin is damaged")
+
+
+def test_replay_on_other_data(runner, recorded, corpus):
+    """One token changed, whether meta.json knows of it or not."""
+    other = runner.root / "data" / "tiny"
+    shutil.copytree(corpus, other)
+    raw = bytearray((other / "train.bin").read_bytes())
+    raw[1000] ^= 1
+    (other / "train.bin").write_bytes(raw)
+    message = runner.refused("run", replay=recorded.out / "order.bin", dataset=other)
+    assert_sentence(message, "train.bin has SHA-256 [0-9a-f]{64}, but meta.json .* [0-9a-f]{64}")
+    meta = json.loads((other / "meta.json").read_text())
+    del meta["splits"]["train"]["sha256"]
+    meta["splits"]["train"]["sha256"] = __import__("hashlib").sha256(raw).hexdigest()
+    (other / "meta.json").write_text(json.dumps(meta))
+    message = runner.refused("run", replay=recorded.out / "order.bin", dataset=other)
+    recorded_sha = OrderFile(recorded.out / "order.bin").header.sha256
+    assert_sentence(message, f"sha256={recorded_sha}", meta["splits"]["train"]["sha256"])
+
+
+def test_data_of_one_block(runner):
+    """block_size + 1 tokens have one start, 0; one token fewer is an error."""
+    dataset = write_corpus(runner.root / "short", train_tokens=33, val_tokens=33)
+    run = runner("run", dataset=dataset)
+    assert not OrderFile(run.out / "order.bin").row(5).any()
+    dataset = write_corpus(runner.root / "shorter", train_tokens=32)
+    assert_sentence(runner.refused("refused", dataset=dataset), "32 tokens, but .* block_size=32 reads 33")
+
+
+def test_folder_in_use(runner):
+    first = runner("run", max_iters=2)
+    before = {path: path.read_bytes() for path in first.out.iterdir()}
+    again = runner("run", code=2)
+    assert_sentence(again.stderr, f"out_dir={first.out} already holds a run; .* --init_from=resume or choose another")
+    assert {path: path.read_bytes() for path in first.out.iterdir()} == before
+
+
+def test_flags_that_differ_from_the_checkpoint(runner, recorded):
+    """Nothing is written, neither into the folder that is resumed nor into a new one."""
+    before = {path: path.read_bytes() for path in recorded.out.iterdir()}
+    for flags, message in ((dict(n_layer=3), "n_layer=3, but the checkpoint has n_layer=2"),
+                           (dict(n_embd=64), "n_embd=64, but the checkpoint has n_embd=32"),
+                           (dict(block_size=16), "block_size=16, but the checkpoint has block_size=32"),
+                           (dict(qk_norm=True), "qk_norm=True, but the checkpoint has qk_norm=False"),
+                           (dict(optimizer="muon"), "adamw, this run's optimizer is adamw \\+ muon; keep `optimizer`"),
+                           (dict(max_iters=5), "checkpoint is at step 6, past max_iters=5; raise --max_iters")):
+        again = runner("run", code=2, out_dir=recorded.out, init_from="resume", **flags)
+        assert_sentence(again.stderr, message)
+        message_new = runner.refused("new", init_from=recorded.out / "ckpt_00000006.pt", **flags)
+        assert_sentence(message_new, message)
+    assert {path: path.read_bytes() for path in recorded.out.iterdir()} == before
+
+
+def test_resume_with_another_order(runner):
+    """Batch size, seed and data of a recorded run are part of it: a resume that would read others is refused."""
+    run = runner("run", max_iters=3)
+    for flags, message in ((dict(batch_size=4), "sequences_per_step 8 against 4|sequences_per_step 4 against 8"),
+                           (dict(seed=7), "seed 1337 against 7|seed 7 against 1337")):
+        again = runner("run", code=2, init_from="resume", **flags)
+        assert_sentence(again.stderr, "order of another run", message)
+    before = run.losses
+    assert runner("run", init_from="resume").losses == [*before, *runner("whole").losses[3:]]  # its own values fit
+
+
+def test_a_file_that_is_no_checkpoint_of_ours(runner):
+    torch.save({"model": {}}, runner.root / "odd.pt")
+    assert_sentence(runner.refused("run", init_from=runner.root / "odd.pt"), "odd.pt .*step")
+
+
+def test_folder_that_cannot_be_written(runner):
+    (runner.root / "file").write_text("")
+    run = runner("run", code=2, out_dir=runner.root / "file" / "run")
+    assert_sentence(run.stderr, "the log of this run cannot be kept in .*file/run: Not a directory")
+
+
+def test_help_and_checkpoints_are_lists(runner, recorded):
+    """Nothing of the above was due to a run that never works: this one, beside them, does."""
+    assert checkpoint.latest(recorded.out).name == "ckpt_00000006.pt" and recorded.stderr == ""
