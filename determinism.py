@@ -17,6 +17,8 @@ def set_determinism(seed: int, deterministic: bool) -> None:
     no deterministic form. Without it, the fastest algorithms are allowed; precision is the same either way.
     Raises ValueError if cuBLAS can no longer be made deterministic.
     """
+    if deterministic:
+        _pin_cublas_workspace()
     random.seed(seed)  # libraries that shuffle or name things
     np.random.seed(seed % (1 << 32))  # numpy takes 32 bits; our own draws never use its global generator
     torch.manual_seed(seed)  # initial weights; dropout is seeded again for every micro-batch, below
@@ -32,8 +34,6 @@ def set_determinism(seed: int, deterministic: bool) -> None:
     # Benchmarking picks a kernel by timing, so two runs may pick differently.
     torch.backends.cudnn.benchmark = False
     torch.backends.cudnn.deterministic = deterministic
-    if deterministic:
-        _pin_cublas_workspace()
     # Atomic sums (embedding backward, index_add, fused attention) are replaced, or raise where that is impossible.
     torch.use_deterministic_algorithms(deterministic)
 

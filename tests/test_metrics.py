@@ -260,6 +260,7 @@ def test_wandb_gets_group_tags_and_the_kept_id(tmp_path, monkeypatch):
 
 
 def test_online_without_a_key_says_what_to_do(tmp_path):
+    pytest.importorskip("wandb", reason="wandb is optional")
     out = finish(child("import sys, metrics\nm = metrics.Metrics(sys.argv[1], {'wandb_mode': 'online'}, {})\n"
                        "m.log({'step': 0}); m.close()", tmp_path / "run", home=tmp_path))
     assert "wandb has no API key" in out and "WANDB_API_KEY" in out and out.count("\n") == 1
@@ -267,6 +268,7 @@ def test_online_without_a_key_says_what_to_do(tmp_path):
 
 
 def test_offline_run_is_written_and_continued_under_one_id(tmp_path):
+    pytest.importorskip("wandb", reason="wandb is optional")
     script = """
 import sys, metrics
 m = metrics.Metrics(sys.argv[1], {"wandb_mode": "offline", "wandb_project": "p", "wandb_tags": ("t",)}, {})
