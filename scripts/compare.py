@@ -69,6 +69,7 @@ def table(result: dict) -> str:
     text = [f"reference: {result['reference']}; loss and differences in nats per token"
             + (f"; {result['label']}" if result["label"] else "")]
     text += _columns(lines)
+    text += _sampled_differences(result)
     for key, title, form in (("ties", "share of rows with tied maxima, last (largest)", ".4f"),
                              ("wq_norm", "largest spectral norm of a head's W_Q, last (largest)", ".2f")):
         layers = sorted({layer for row in result["runs"] for layer in row[key]})
@@ -78,6 +79,20 @@ def table(result: dict) -> str:
             lines.append((row["name"], *(f"{c['last']:{form}} ({c['max']:{form}})" if c else "-" for c in cells)))
         text += ["", title, *_columns(lines)] if layers else []
     return "\n".join(text)
+
+
+def _sampled_differences(result: dict, count: int = 8) -> list[str]:
+    """The signed difference to the reference at a few steps, spread evenly; every step is in the JSON."""
+    others = [row for row in result["runs"][1:] if row["difference"]["steps"]]
+    if not others:
+        return []
+    steps = others[0]["difference"]["steps"]
+    sample = sorted({steps[i * (len(steps) - 1) // (count - 1)] for i in range(count)})
+    lines = [("run", *(f"step {step}" for step in sample))]
+    for row in others:
+        at = dict(zip(row["difference"]["steps"], row["difference"]["signed"], strict=True))
+        lines.append((row["name"], *(_number(at.get(step), "+.2e") for step in sample)))
+    return ["", f"loss minus {result['reference']}'s at single steps (absolute: without the sign)", *_columns(lines)]
 
 
 def plot(runs: Sequence[Run], result: dict, path: str | Path) -> None:
