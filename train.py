@@ -263,7 +263,7 @@ def report(what: str, error: object, code: int, any_rank: bool = False) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit status: 0, EXIT_USER, EXIT_NONFINITE, EXIT_SIGTERM, or 1 where another rank is gone; a traceback is a bug."""
+    """Exit status: 0, EXIT_USER, EXIT_NONFINITE, EXIT_SIGTERM; 1 where another rank is gone; a traceback is a bug."""
     stop, group, failed = StopSignal(), None, True
     try:
         config = load(sys.argv[1:] if argv is None else argv)
