@@ -20,8 +20,8 @@ def corpus_folder(name: str | Path) -> Path:
 
 
 @contextlib.contextmanager
-def locked(folder: Path) -> Iterator[int]:
-    """Create the folder and hold it: two preparations of one folder would mix their files. Yields the lock's fd."""
+def locked(folder: Path) -> Iterator[None]:
+    """Create the folder and hold it: two preparations of one folder would mix their files."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         fd = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
@@ -29,7 +29,7 @@ def locked(folder: Path) -> Iterator[int]:
         raise DataError(f"the folder {folder} cannot be made ({error.strerror}); choose another with --out") from None
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield fd
+        yield
     except BlockingIOError:
         raise DataError(f"another process is preparing {folder}; wait for it or choose another --out") from None
     finally:

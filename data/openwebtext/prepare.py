@@ -53,7 +53,7 @@ def prepare(out: str | Path, dataset: str = DATASET, revision: str | None = None
         raise DataError(f"--documents={documents} and --workers={workers} must be positive")
     out = corpus_folder(out)
     encoder = tokenizer("gpt2", gpt2_ranks)
-    with locked(out) as lock:
+    with locked(out):
         work = out / "shards"
         rows = load(dataset, revision, documents, out)
         splits = split_documents(len(rows))
@@ -66,7 +66,7 @@ def prepare(out: str | Path, dataset: str = DATASET, revision: str | None = None
         source = {"kind": "hugging face", "id": dataset, "revision": revision, "documents": len(rows)}
         _claim(work, source | {"rows": rows._fingerprint, "ranks": _fingerprint(encoder),
                                "shard": SHARD})
-        _encode_shards(work, rows, splits, encoder, workers, lock)
+        _encode_shards(work, rows, splits, encoder, workers)
         arrays = {split: _joined(work, split, len(indices)) for split, indices in splits.items()}
         if len(rows) == 1:  # nothing to split by document: its end is the validation split
             whole = np.concatenate(list(arrays["train"]))
@@ -74,6 +74,7 @@ def prepare(out: str | Path, dataset: str = DATASET, revision: str | None = None
             arrays = {"train": [whole[:at]], "val": [whole[at:]]}
         meta = write_corpus(out, encoder.name, encoder.vocab_size, arrays, source, expected)
         shutil.rmtree(work)
+        shutil.rmtree(out / "documents", ignore_errors=True)
         return meta
 
 
@@ -120,8 +121,7 @@ def _first_documents(dataset: str, revision: str | None, documents: int, folder:
     from tqdm import tqdm
 
     stream = datasets.load_dataset(dataset, revision=revision, split="train", streaming=True).take(documents)
-    wanted = hashlib.sha256(f"{dataset} {revision} {documents}".encode()).hexdigest()[:16]
-    target = folder / wanted
+    target = folder / hashlib.sha256(f"{dataset} {revision} {documents}".encode()).hexdigest()[:16]
     if not target.is_dir():
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
@@ -143,11 +143,8 @@ def _fingerprint(encoder) -> str:
 def _claim(work: Path, task: dict):
     """Keep the finished shards of the same task; those of another one are of no use and go."""
     note = work / "task.json"
-    try:
-        if json.loads(note.read_text()) == task:
-            return
-    except (OSError, ValueError):
-        pass
+    if note.is_file() and note.read_text() == json.dumps(task):
+        return
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)
     note.write_text(json.dumps(task))
@@ -166,7 +163,7 @@ def _joined(work: Path, split: str, count: int) -> Iterator[np.ndarray]:
         yield np.fromfile(_shard_path(work, split, start), dtype=DTYPES["uint32"])
 
 
-def _encode_shards(work: Path, rows, splits: dict[str, np.ndarray], encoder, workers: int, lock: int):
+def _encode_shards(work: Path, rows, splits: dict[str, np.ndarray], encoder, workers: int):
     from tqdm import tqdm
 
     todo = [(split, start, stop) for split, indices in splits.items()
@@ -176,7 +173,7 @@ def _encode_shards(work: Path, rows, splits: dict[str, np.ndarray], encoder, wor
         print(f"{work}: {len(todo) - len(left)} of {len(todo)} shards are finished already", flush=True)
     # Forked workers share the data set, the encoder and all imports: each costs little memory of its own.
     pool = ProcessPoolExecutor(min(workers, max(1, len(left))), multiprocessing.get_context("fork"), _start_worker,
-                               (work, rows, splits, encoder, lock, os.getpid()))
+                               (work, rows, splits, encoder, os.getpid()))
     done = len(rows) - sum(stop - start for _, start, stop in left)
     try:
         with tqdm(total=len(rows), initial=done, unit=" documents", desc="encoding") as bar:
@@ -195,13 +192,12 @@ def _encode_shards(work: Path, rows, splits: dict[str, np.ndarray], encoder, wor
 _worker: tuple = ()
 
 
-def _start_worker(work: Path, rows, splits: dict[str, np.ndarray], encoder, lock: int, parent: int):
+def _start_worker(work: Path, rows, splits: dict[str, np.ndarray], encoder, parent: int):
     global _worker
     _worker = (work, rows, splits, encoder)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C stops the parent, which lets started shards finish
-    os.close(lock)  # the lock is the parent's alone, or a killed parent's would live on here
 
-    def leave_with_parent():
+    def leave_with_parent():  # or a killed parent would leave workers that wait, and hold its lock, for ever
         while os.getppid() == parent:
             time.sleep(0.2)
         os._exit(1)

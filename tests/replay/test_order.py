@@ -123,7 +123,7 @@ def test_truncation_at_every_byte_of_the_last_row(path, tmp_path, capsys):
             size > len(whole) - HEADER.row_bytes)
         assert cut.stat().st_size == size, "reading must not write"
         with Recorder(cut, HEADER) as recorder:
-            assert recorder.rows == 4
+            assert recorder.rows == 4 and cut.stat().st_size == len(whole) - HEADER.row_bytes
             recorder.append(4, rows(5)[4])
         assert cut.read_bytes() == whole
 
