@@ -148,19 +148,14 @@ class Runner:
             patch.setattr(train.Trainer, method, wrapper)
             return self(name, code=train.EXIT_SIGTERM, **flags)
 
-    def spawn(self, name: str, ranks: int = 1, prelude: str = "", **flags) -> subprocess.Popen:
-        """A run in a process of its own, or `ranks` of them under torchrun; prelude: code that runs before main."""
-        argv = self.argv(name, **flags)
-        code = f"import sys; {prelude}\nimport train\nsys.exit(train.main(sys.argv[1:]))"
-        if ranks > 1:
-            script = self.root / f"{name}_launch.py"
-            script.write_text(code)
-            command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}",
-                       str(script)]
-        else:
-            command = [sys.executable, "-c", code]
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
-        process = subprocess.Popen([*command, *argv], cwd=ROOT, env=environment, stdout=subprocess.PIPE,
+    def spawn(self, name: str, **flags) -> subprocess.Popen:
+        """A run in a process of its own."""
+        return self.start([sys.executable, "train.py", *self.argv(name, **flags)])
+
+    def start(self, command: list[str], **environment) -> subprocess.Popen:
+        """A process at the repository's root, without a GPU, with one thread, and ended with the test at the latest."""
+        fixed = dict(OMP_NUM_THREADS="1", PYTHONPATH=str(ROOT), CUDA_VISIBLE_DEVICES="")
+        process = subprocess.Popen(command, cwd=ROOT, env=os.environ | fixed | environment, stdout=subprocess.PIPE,
                                    stderr=subprocess.PIPE, text=True)
         self.processes.append(process)
         return process
@@ -168,6 +163,10 @@ class Runner:
     def wait(self, process: subprocess.Popen, name: str, timeout: float = 60) -> Run:
         out, err = process.communicate(timeout=timeout)
         return Run(self.root / name, process.returncode, out, err)
+
+    def finished(self, name: str) -> Run:
+        """What is left of a run, whoever ran it."""
+        return Run(self.root / name, 0, "", "")
 
     def wait_for_step(self, process: subprocess.Popen, name: str, step: int, timeout: float = 60):
         """Returns once the run in `name` has logged `step`."""
