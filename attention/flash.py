@@ -26,12 +26,18 @@ INTERPRET = kernels.INTERPRET.value
 
 
 class Tile(NamedTuple):
-    """rows x keys of one step of a kernel, warps of a program, stages of its load pipeline."""
+    """rows x keys of one step of a kernel, warps of a program, stages of its load pipeline, and the registers of a
+    thread where the compiler must use fewer than it would, so that one more program fits (0: its choice)."""
 
     rows: int
     keys: int
     warps: int
     stages: int
+    registers: int = 0
+
+    def __str__(self):
+        registers = f"/{self.registers}r" if self.registers else ""
+        return f"{self.rows}x{self.keys}/{self.warps}w/{self.stages}s{registers}"
 
 
 class Launch(NamedTuple):
@@ -42,14 +48,14 @@ class Launch(NamedTuple):
 
 # (generation, head size up to, operands). Generation 9: Hopper; 8 stands for every other one and needs 99 KB at most.
 LAUNCHES = {
-    (9, 64, "bf16"): Launch({128: Tile(128, 128, 8, 2), 64: Tile(128, 64, 4, 3), 32: Tile(128, 32, 4, 3)},
-                            Tile(128, 64, 8, 2), Tile(64, 128, 8, 2)),
-    (9, 128, "bf16"): Launch({128: Tile(128, 128, 8, 2), 64: Tile(128, 64, 8, 3), 32: Tile(128, 32, 4, 3)},
-                             Tile(128, 64, 8, 2), Tile(64, 128, 8, 2)),
+    (9, 64, "bf16"): Launch({128: Tile(64, 128, 4, 2, 168), 64: Tile(64, 64, 4, 2), 32: Tile(128, 32, 4, 3)},
+                            Tile(128, 64, 8, 2, 128), Tile(64, 64, 4, 2, 168)),
+    (9, 128, "bf16"): Launch({128: Tile(128, 128, 8, 2), 64: Tile(128, 64, 8, 2), 32: Tile(128, 32, 4, 3)},
+                             Tile(64, 32, 4, 2), Tile(32, 64, 4, 2)),
     (9, 64, "fp32"): Launch({128: Tile(64, 128, 4, 1), 64: Tile(64, 64, 4, 2), 32: Tile(64, 32, 4, 2)},
                             Tile(64, 32, 4, 2), Tile(32, 64, 4, 2)),
     (9, 128, "fp32"): Launch({128: Tile(64, 128, 8, 1), 64: Tile(64, 64, 8, 1), 32: Tile(64, 32, 4, 1)},
-                             Tile(64, 32, 8, 1), Tile(32, 64, 8, 1)),
+                             Tile(64, 16, 4, 2), Tile(16, 64, 4, 2)),
     (8, 64, "bf16"): Launch({128: Tile(64, 128, 4, 2), 64: Tile(64, 64, 4, 2), 32: Tile(64, 32, 4, 2)},
                             Tile(64, 64, 4, 2), Tile(64, 64, 4, 2)),
     (8, 128, "bf16"): Launch({128: Tile(64, 128, 4, 1), 64: Tile(64, 64, 4, 2), 32: Tile(64, 32, 4, 2)},
@@ -86,9 +92,8 @@ def describe_launch(spec: AttentionSpec, head_size: int, device: torch.device | 
     """One line for the run header: the tile, warps and stages of each kernel."""
     (generation, size, operands), launch = launch_for(spec, head_size, torch.device(device))
     (forward,) = launch.forward.values()
-    what = " ".join(f"{name}={t.rows}x{t.keys}/{t.warps}w/{t.stages}s" for name, t in
-                    (("forward", forward), ("dq", launch.dq), ("dkdv", launch.dkdv)))
-    return f"triton {triton.__version__} gen{generation} D<={size} {operands}: {what} (rows x keys/warps/stages)"
+    return (f"triton {triton.__version__} gen{generation} D<={size} {operands}: forward={forward} dq={launch.dq} "
+            f"dkdv={launch.dkdv} (rows x keys/warps/stages/registers)")
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, rng: Tensor, spec: AttentionSpec,
@@ -164,8 +169,9 @@ def _unit(spec: AttentionSpec, D: int) -> tuple[float, float]:
 
 
 def _sizes(D: int, T: int, tile: Tile) -> dict:
+    options = {"maxnreg": tile.registers} if tile.registers and not INTERPRET else {}
     return dict(D=D, DP=max(16, triton.next_power_of_2(D)), BLOCK_M=tile.rows, BLOCK_N=tile.keys,
-                EVEN=T % max(tile.rows, tile.keys) == 0, num_warps=tile.warps, num_stages=tile.stages)
+                EVEN=T % max(tile.rows, tile.keys) == 0, num_warps=tile.warps, num_stages=tile.stages, **options)
 
 
 def _programs(heads: int, T: int, block: int) -> int:

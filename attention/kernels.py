@@ -35,7 +35,13 @@ def narrow(x):
 
 @triton.jit
 def round_bf16(x):
-    return narrow(x).to(tl.float32)
+    """FP32 that carries BF16 values. In pairs: the compiler converts one at a time, at the rate of exp2."""
+    if INTERPRET:
+        return narrow(x)
+    else:
+        return tl.inline_asm_elementwise(
+            "{ .reg .b32 t; cvt.rn.bf16x2.f32 t, $3, $2; shl.b32 $0, t, 16; and.b32 $1, t, 0xffff0000; }",
+            "=r,=r,r,r", [x], dtype=tl.float32, is_pure=True, pack=2)
 
 
 @triton.jit
@@ -178,6 +184,13 @@ def scores(b_q, b_k, SCORES: tl.constexpr, SCALE: tl.constexpr, SOFTCAP: tl.cons
 
 
 @triton.jit
+def mask(x, rows, first, KEYS: tl.constexpr, FILL: tl.constexpr):
+    """x of KEYS keys from `first` on, FILL where a row must not see the key. Comparing a difference with 0 takes a
+    third of the instructions of comparing the two positions."""
+    return tl.where(((rows - first)[:, None] - tl.arange(0, KEYS)[None, :]) >= 0, x, FILL)
+
+
+@triton.jit
 def new_maximum(m, rm, rs, RULE: tl.constexpr, BETA: tl.constexpr, CAP: tl.constexpr, ONE: tl.constexpr,
                 SHIFT: tl.constexpr):
     """max(m, m') of each row (paper Algorithm 3 and its variants, spec.py), everything in units of UNIT.
@@ -234,9 +247,10 @@ def cast_p(b_p, PROBS: tl.constexpr):
 
 
 @triton.jit
-def count_ties(x, rm, EPSILON: tl.constexpr):
-    """rs: how many scores of each row are within EPSILON of its maximum; 0 where the tile masks the whole row."""
-    rs = tl.sum((x >= (rm - EPSILON)[:, None]).to(tl.int32), 1)
+def count_ties(above, rm, KEYS: tl.constexpr):
+    """rs: how many scores of each row are within epsilon of its maximum rm, given above = x - (rm - epsilon): KEYS less
+    the sign bits. 0 where the tile masks the whole row."""
+    rs = KEYS + tl.sum(above.to(tl.int32, bitcast=True) >> 31, 1)
     return tl.where(rm > 0.5 * MASKED, rs, 0)
 
 
@@ -280,25 +294,23 @@ def forward_kernel(p_q, p_k, p_v, p_o, p_lse, p_ties, p_row_max, p_rng,
             rm = tl.full((BLOCK_M,), MASKED, tl.float32)
             rs = tl.zeros((BLOCK_M,), tl.int32)
             for n in range(tile, stop, BLOCK_N):
-                keys = n + tl.arange(0, BLOCK_N)
                 b_k = operand(load_rows(p_k, n, skt, T, BLOCK_N, D, DP, not EVEN), BF16)
                 x = scores(b_q, b_k, SCORES, SCALE, SOFTCAP, DOTS)
-                rm = tl.maximum(rm, tl.max(tl.where(rows[:, None] >= keys[None, :], x, MASKED), 1))
+                rm = tl.maximum(rm, tl.max(mask(x, rows, n, BLOCK_N, MASKED), 1))
             if COUNT:
                 for n in range(tile, stop, BLOCK_N):
-                    keys = n + tl.arange(0, BLOCK_N)
                     b_k = operand(load_rows(p_k, n, skt, T, BLOCK_N, D, DP, not EVEN), BF16)
                     x = scores(b_q, b_k, SCORES, SCALE, SOFTCAP, DOTS)
-                    rs += count_ties(tl.where(rows[:, None] >= keys[None, :], x, MASKED), rm, EPSILON)
+                    x = mask(x, rows, n, BLOCK_N, MASKED)
+                    rs += count_ties(x - (rm - EPSILON)[:, None], rm, BLOCK_N)
             m_new = new_maximum(m, rm, rs, RULE, BETA, CAP, ONE, SHIFT)
             pv = tl.zeros((BLOCK_M, DP), tl.float32)
             row_sum = tl.zeros((BLOCK_M,), tl.float32)
             for n in range(tile, stop, BLOCK_N):
-                keys = n + tl.arange(0, BLOCK_N)
                 b_k = operand(load_rows(p_k, n, skt, T, BLOCK_N, D, DP, not EVEN), BF16)
                 b_v = operand(load_rows(p_v, n, svt, T, BLOCK_N, D, DP, not EVEN), BF16)
                 x = scores(b_q, b_k, SCORES, SCALE, SOFTCAP, DOTS)
-                b_p = probabilities(tl.where(rows[:, None] >= keys[None, :], x, MASKED), m_new, LOG2, RULE)
+                b_p = probabilities(mask(x, rows, n, BLOCK_N, MASKED), m_new, LOG2, RULE)
                 row_sum += tl.sum(b_p, 1)
                 pv = dot(cast_p(b_p, PROBS), b_v, pv, DOTS)
             a = tl.exp2((m - m_new) * LOG2)
@@ -315,13 +327,19 @@ def forward_kernel(p_q, p_k, p_v, p_o, p_lse, p_ties, p_row_max, p_rng,
                 b_k = operand(load_rows(p_k, n, skt, T, BLOCK_N, D, DP, phase == 1 and not EVEN), BF16)
                 x = scores(b_q, b_k, SCORES, SCALE, SOFTCAP, DOTS)
                 if phase == 1:
-                    x = tl.where(rows[:, None] >= (n + tl.arange(0, BLOCK_N))[None, :], x, MASKED)
+                    x = mask(x, rows, n, BLOCK_N, MASKED)
                 rm = tl.max(x, 1)
-                rs = ties
                 if COUNT:
-                    rs = count_ties(x, rm, EPSILON)
-                m_new = new_maximum(m, rm, rs, RULE, BETA, CAP, ONE, SHIFT)
-                b_p = probabilities(x, m_new, LOG2, RULE)
+                    floor = rm - EPSILON
+                    above = x - floor[:, None]
+                    rs = count_ties(above, rm, BLOCK_N)
+                    m_new = new_maximum(m, rm, rs, RULE, BETA, CAP, ONE, SHIFT)
+                else:
+                    m_new = new_maximum(m, rm, None, RULE, BETA, CAP, ONE, SHIFT)
+                if RULE == "paper" or RULE == "capped":  # one operation less; a single maximum still gives exactly 1
+                    b_p = tl.exp2(above * LOG2 + ((floor - m_new) * LOG2)[:, None])
+                else:
+                    b_p = probabilities(x, m_new, LOG2, RULE)
                 a = tl.exp2((m - m_new) * LOG2)
                 l = l * a + tl.sum(b_p, 1)
                 if ROW_SUM == "bf16":
@@ -398,7 +416,7 @@ def dq_kernel(p_q, p_k, p_v, p_o, p_do, p_lse, p_delta, p_dq,
             b_k = operand(load_rows(p_k, n, skt, T, BLOCK_N, D, DP, not EVEN), BF16)
             b_v = operand(load_rows(p_v, n, svt, T, BLOCK_N, D, DP, not EVEN), BF16)
             x = scores(b_q, b_k, SCORES, SCALE, SOFTCAP, DOTS)
-            x = tl.where(rows[:, None] >= (n + tl.arange(0, BLOCK_N))[None, :], x, MASKED)
+            x = mask(x, rows, n, BLOCK_N, MASKED)
             dp = dot(b_do, tl.trans(b_v), None, DOTS)
             if SCORES == "bf16" and DELTA == "dp_p":
                 dp = round_bf16(dp)
@@ -415,7 +433,7 @@ def dq_kernel(p_q, p_k, p_v, p_o, p_do, p_lse, p_delta, p_dq,
             dp = dot(b_do, tl.trans(b_v), None, DOTS)
             b_p = tl.exp2((x - m[:, None]) * LOG2)
             if phase == 1:
-                b_p = tl.where(rows[:, None] >= (n + tl.arange(0, BLOCK_N))[None, :], b_p, 0.0)
+                b_p = mask(b_p, rows, n, BLOCK_N, 0.0)
             if SCORES == "bf16":
                 dp = round_bf16(dp)
             b_ds = gradient_of_scores(b_p, dp, delta[:, None], x, ALPHA, SOFTCAP)
@@ -463,8 +481,8 @@ def dkdv_kernel(p_q, p_k, p_v, p_do, p_lse, p_delta, p_dk, p_dv,
             m = m * (1 / UNIT)
             x = scores(b_k, b_q, SCORES, SCALE, SOFTCAP, DOTS)
             b_p = tl.exp2((x - m[None, :]) * LOG2)
-            if phase == 0:
-                b_p = tl.where(rows[None, :] >= keys[:, None], b_p, 0.0)
+            if phase == 0:  # as in `mask`
+                b_p = tl.where((tl.arange(0, BLOCK_M)[None, :] - (keys - r)[:, None]) >= 0, b_p, 0.0)
             b_do = operand(load_rows(p_do, r, sgt, T, BLOCK_M, D, DP, not EVEN), BF16)
             b_dv = dot(operand(b_p, BF16), b_do, b_dv, DOTS)
             dp = dot(b_v, tl.trans(b_do), None, DOTS)

@@ -1,0 +1,50 @@
+"""Runs the Triton kernels on the CPU in a process of its own.
+
+Triton decides once, when it is imported, whether it interprets; a worker keeps that decision out of the process in
+which other tests compile models and expect kernel=triton to be refused without a GPU.
+"""
+
+import concurrent.futures
+import multiprocessing
+import os
+
+
+def start() -> concurrent.futures.ProcessPoolExecutor:
+    """One worker that interprets. It inherits the environment of the moment it is spawned."""
+    pool = concurrent.futures.ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"))
+    os.environ["TRITON_INTERPRET"] = "1"
+    try:
+        pool.submit(int).result()
+    finally:
+        del os.environ["TRITON_INTERPRET"]
+    return pool
+
+
+def run(which: str, q, k, v, do, rng, spec_key: str, stats: bool) -> dict:
+    """Forward and backward of "flash" or "emulated": o, lse, ties, row_max, dq, dk, dv."""
+    import torch
+
+    from attention.emulated import emulated
+    from attention.flash import flash
+
+    xs = [x.detach().requires_grad_() for x in (q, k, v)]
+    o, lse, ties, row_max = {"flash": flash, "emulated": emulated}[which](*xs, rng, spec_key, stats)
+    dq, dk, dv = torch.autograd.grad(o, xs, do)
+    return {"o": o.detach(), "lse": lse, "ties": ties, "row_max": row_max, "dq": dq, "dk": dk, "dv": dv}
+
+
+def call(name: str, *args):
+    """A function of attention.flash by name."""
+    import attention.flash
+
+    return getattr(attention.flash, name)(*args)
+
+
+def kernel_helper(name: str, x, *args):
+    """A rounding or math helper of kernels.py applied to a float32 tensor, through one small kernel."""
+    import torch
+    from interpreted_helpers import elementwise
+
+    out = torch.empty_like(x)
+    elementwise[(1,)](x, out, x.numel(), name, *args)
+    return out

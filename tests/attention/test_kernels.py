@@ -1,0 +1,247 @@
+"""The Triton kernels through Triton's interpreter, against `emulated` with the same tiles, and against float64.
+
+The interpreter has no BF16 arithmetic, so BF16 values travel in float32 here; tests/gpu repeats this on a GPU with
+BF16 tensors and tensor cores.
+"""
+
+import importlib.metadata
+
+import interpreted
+import numpy
+import pytest
+import torch
+
+from attention.rounding import round_bf16, round_to
+from attention.spec import FULL, AttentionSpec
+from attention.standard import standard
+
+TRITON = importlib.metadata.version("triton")  # not imported here: interpreted.py says why
+OLD_TRITON = tuple(map(int, TRITON.split(".")[:2])) < (3, 7)
+NEW_NUMPY = numpy.lib.NumpyVersion(numpy.__version__) >= "2.4.0"
+pytestmark = pytest.mark.skipif(
+    OLD_TRITON and NEW_NUMPY, reason=f"triton {TRITON}'s interpreter does not run with numpy {numpy.__version__}")
+
+RNG = torch.tensor([1234567, 3, 2**32 + 5])
+EXACT = ("o", "dq", "dk", "dv")
+
+
+@pytest.fixture(scope="module")
+def worker():
+    with interpreted.start() as pool:
+        yield pool
+
+
+def bf16(*shape, std=1.0):
+    return round_bf16(torch.randn(shape) * std)
+
+
+def inputs(B=1, H=2, T=70, D=16, std=1.0):
+    torch.manual_seed(T * 1000 + D)
+    return [bf16(B, H, T, D, std=std) for _ in range(4)]
+
+
+def flash(worker, tensors, spec, stats=False, which="flash"):
+    return worker.submit(interpreted.run, which, *tensors, RNG, spec.key, stats).result()
+
+
+def both(worker, tensors, spec):
+    return flash(worker, tensors, spec, True), flash(worker, tensors, spec, True, "emulated")
+
+
+def assert_close(ours, theirs, spec):
+    """Statistics equal; FP32 results within a few units of the last place of the largest; rounded results equal but for
+    a share of entries where that last place decides a rounding (more in dQ and dK, where dP - delta cancels)."""
+    assert torch.equal(ours["ties"], theirs["ties"])
+    torch.testing.assert_close(ours["row_max"], theirs["row_max"], rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(ours["lse"], theirs["lse"], rtol=1e-6, atol=1e-6)
+    for name in EXACT:
+        difference, scale = (ours[name] - theirs[name]).abs(), theirs[name].abs().max()
+        assert theirs[name].isfinite().all() and scale > 0
+        if spec.operands == "fp32":
+            assert difference.max() <= 3e-6 * scale, name
+        else:
+            share = (difference > 1e-6 * scale).float().mean()
+            assert share <= (0.005 if name in ("o", "dv") else 0.02), name
+            assert difference.max() <= 2**-6 * scale, name
+
+
+SWITCHES = {
+    "flash_fa2": {},
+    "flash_bf16": {},
+    "flash_fp32": dict(backend="flash_fp32"),
+    "flash_fp32_ieee": dict(backend="flash_fp32", dots="ieee"),
+    "scores": dict(backend="flash_fa2", scores="bf16"),
+    "pv": dict(backend="flash_fa2", pv="bf16"),
+    "probs_fp32": dict(probs="fp32"),
+    "probs_fp8_e4m3": dict(probs="fp8_e4m3"),
+    "probs_fp8_e5m2": dict(probs="fp8_e5m2"),
+    "row_sum": dict(row_sum="bf16"),
+    "output_fp32": dict(output="fp32"),
+    "output_stochastic": dict(output="stochastic"),
+    "output_heads": dict(output_heads=(1,)),
+    "output_heads_stochastic": dict(output_heads=(0,), output="stochastic"),
+    "delta_dp_p": dict(delta="dp_p"),
+    "delta_recomputed": dict(delta="do_o_recomputed"),
+    "softcap": dict(softcap=2.0),
+    "softcap_fp32": dict(backend="flash_fp32", softcap=2.0),
+    "tile_full": dict(tile_k=FULL),
+    "tile_full_stabilized": dict(tile_k=FULL, backend="stabilized"),
+    "tile_128": dict(tile_k=128),
+} | {f"stabilizer_{name}": dict(stabilizer=name) for name in
+     ("paper", "capped", "clamp", "fixed", "unconditional", "lazy_max")}
+
+
+@pytest.mark.parametrize("name", SWITCHES)
+def test_every_switch_equals_emulated(worker, name):
+    chosen = dict(tile_q=32, tile_k=32) | SWITCHES[name]
+    spec = AttentionSpec(**({"backend": name} if name.startswith("flash") and not SWITCHES[name] else {}) | chosen)
+    tensors = inputs()
+    tensors[0][:, :, 40:] = tensors[1][:, :, :30] = 0.5  # many rows with equal maxima
+    ours, theirs = both(worker, tensors, spec)
+    assert_close(ours, theirs, spec)
+    assert (theirs["ties"] > 1).any() and (theirs["ties"] == 1).any()
+
+
+@pytest.mark.parametrize("T", [1, 2, 15, 17, 64, 127, 129])
+def test_lengths(worker, T):
+    spec = AttentionSpec(backend="stabilized", tile_q=64, tile_k=64)
+    tensors = inputs(T=T)
+    assert_close(*both(worker, tensors, spec), spec)
+
+
+@pytest.mark.parametrize("D", [16, 32, 48, 80, 96, 128])
+@pytest.mark.parametrize("backend", ["flash_bf16", "flash_fp32"])
+def test_head_sizes(worker, D, backend):
+    spec = AttentionSpec(backend=backend, tile_q=32, tile_k=32)
+    assert_close(*both(worker, inputs(H=1, T=40, D=D), spec), spec)
+
+
+@pytest.mark.parametrize("tile_q, tile_k", [(16, 64), (64, 16), (32, 128), (128, 32)])
+def test_results_depend_on_the_key_tile_alone(worker, tile_q, tile_k):
+    spec = AttentionSpec(backend="stabilized", tile_q=tile_q, tile_k=tile_k)
+    tensors = inputs(T=100)
+    ours, theirs = both(worker, tensors, spec)
+    assert_close(ours, theirs, spec)
+    other = AttentionSpec(backend="stabilized", tile_q=32, tile_k=tile_k)
+    assert torch.equal(both(worker, tensors, other)[0]["o"], ours["o"])
+
+
+@pytest.mark.parametrize("tile_k", [256, 512])
+def test_tiles_longer_than_a_step_of_the_kernel(worker, tile_k):
+    spec = AttentionSpec(backend="stabilized", tile_k=tile_k)
+    assert_close(*both(worker, inputs(H=1, T=300), spec), spec)
+
+
+@pytest.mark.parametrize("backend", ["flash_fa2", "flash_fp32"])
+def test_float64(worker, backend):
+    tensors = inputs(T=129, D=32, std=2.0)
+    spec = AttentionSpec(backend=backend, tile_k=64, **({"output": "fp32"} if backend == "flash_fa2" else {}))
+    ours = flash(worker, tensors, spec)
+    q, k, v = (x.double().requires_grad_() for x in tensors[:3])
+    s = (q @ k.mT * q.shape[-1] ** -0.5).masked_fill(torch.ones(129, 129).triu(1).bool(), -torch.inf)
+    o = s.softmax(-1) @ v
+    exact = dict(zip(EXACT, (o, *torch.autograd.grad(o, (q, k, v), tensors[3].double())), strict=True))
+    for name in EXACT:
+        error = (ours[name] - exact[name]).abs().max() / exact[name].abs().max()
+        assert error < (2e-6 if backend == "flash_fp32" else 6e-3), name
+    torch.testing.assert_close(ours["lse"].double(), s.logsumexp(-1), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("maximum", [20.0, -120.0, 0.0, 1e4])
+@pytest.mark.parametrize("stabilizer", ["none", "paper", "capped", "unconditional"])
+def test_row_maxima(worker, maximum, stabilizer):
+    """Rows whose scores all equal one value, and rows with a single maximum."""
+    q, k, v, do = inputs(H=1, T=48, D=16)
+    q[..., 0], k[..., 0] = abs(maximum) ** 0.5 * 2, abs(maximum) ** 0.5 * (1 if maximum >= 0 else -1) * 2
+    q[..., 1:], k[..., 1:] = 0, 0
+    q[:, :, 30:, 1], k[:, :, ::7, 1] = 1, torch.arange(7) * 0.5
+    tensors = [round_bf16(x) for x in (q, k, v, do)]
+    spec = AttentionSpec(stabilizer=stabilizer, tile_q=16, tile_k=16)
+    ours, theirs = both(worker, tensors, spec)
+    assert (theirs["ties"] > 1).any()
+    assert_close(ours, theirs, spec)
+
+
+def test_a_single_maximum_gives_exactly_one(worker):
+    """V = 1 in the maximum's place alone: O is P / l, and P of a row's only maximum must be 1 at any size of logits."""
+    q = torch.zeros(1, 1, 16, 16)
+    q[..., 0] = 100.0
+    k = q * torch.linspace(3, 1, 16)[:, None]
+    v = torch.zeros_like(q)
+    v[:, :, 0] = 1
+    spec = AttentionSpec(backend="flash_fp32", tile_k=16)
+    result = flash(worker, (q, k, v, torch.ones_like(q)), spec, True)
+    assert (result["o"] == 1).all() and (result["ties"] == 1).all() and result["row_max"].max() > 7000
+
+
+def test_ones_give_ones_before_rounding(worker):
+    q, k, _, do = inputs(T=100)
+    for backend in ("flash_bf16", "flash_fp32"):
+        spec = AttentionSpec(backend=backend, output="fp32", **({"pv": "fp32"} if backend == "flash_bf16" else {}))
+        result = flash(worker, (q, k, torch.ones_like(q), do), spec)
+        assert (result["o"] - 1).abs().max() < (1e-5 if backend == "flash_fp32" else 2**-9)
+
+
+def test_strides(worker):
+    """Views of one (B, T, 3, H, D) tensor, a transposed dO and one of stride 0 give what contiguous tensors give."""
+    torch.manual_seed(0)
+    packed = bf16(2, 33, 3, 2, 16)
+    q, k, v = (packed[:, :, i].transpose(1, 2) for i in range(3))
+    spec = AttentionSpec(tile_q=16, tile_k=16)
+    for do in (bf16(2, 33, 2, 16).transpose(1, 2), bf16(1, 1, 1, 1).expand(2, 2, 33, 16), bf16(2, 2, 16, 33).mT):
+        ours = flash(worker, (q, k, v, do), spec)
+        plain = flash(worker, [x.contiguous() for x in (q, k, v, do)], spec)
+        assert all(torch.equal(ours[n], plain[n]) for n in EXACT)
+        assert ours["o"].transpose(1, 2).is_contiguous() and ours["ties"].shape == (0,)
+
+
+def test_statistics_change_nothing(worker):
+    spec = AttentionSpec(tile_k=32)
+    tensors = inputs()
+    with_stats, without = (flash(worker, tensors, spec, stats) for stats in (True, False))
+    assert all(torch.equal(with_stats[n], without[n]) for n in (*EXACT, "lse"))
+
+
+def test_rounding_helpers(worker):
+    """All upper halves with lower halves around the tie, NaN and inf included; FP8 over a sweep of [0, 500]."""
+    upper = torch.arange(-2**15, 2**15, dtype=torch.int32) << 16
+    x = (upper[:, None] | torch.tensor([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF])).view(torch.float32).flatten()
+    for name in ("round_bf16", "narrow"):
+        y = worker.submit(interpreted.kernel_helper, name, x).result()
+        expected = x.bfloat16().float()
+        assert torch.equal(y.isnan(), expected.isnan())
+        assert torch.equal(y.nan_to_num().view(torch.int32), expected.nan_to_num().view(torch.int32))
+    p = torch.cat([torch.rand(20000), torch.rand(20000) * 2**-5, torch.rand(20000) * 2**-13, torch.rand(2000) * 6e4])
+    for format in ("fp8_e4m3", "fp8_e5m2"):
+        y = worker.submit(interpreted.kernel_helper, "round_fp8", p, format).result()
+        assert torch.equal(y, round_to(p, format))
+    t = torch.cat([torch.randn(20000), torch.linspace(-10, 10, 20001)])
+    y = worker.submit(interpreted.kernel_helper, "tanh", t).result()
+    assert ((y.double() - t.double().tanh()).abs() <= 4e-7 * t.double().tanh().abs()).all()
+
+
+def test_launch_is_described_and_bad_input_refused(worker):
+    spec = AttentionSpec(backend="flash_bf16")
+    line = worker.submit(interpreted.call, "describe_launch", spec, 64, "cpu").result()
+    assert all(word in line for word in ("forward=", "dq=", "dkdv=", f"triton {TRITON}"))
+    big = torch.zeros(1, 1, 2, 160)
+    for tensor, words in ((big, "head sizes up to 128, got 160"), (big[..., :16].double(), "kernel=emulated"),
+                          (big[..., :16].bfloat16(), "carry BF16 values in float32")):
+        with pytest.raises(ValueError, match=words):
+            flash(worker, [tensor] * 4, spec)
+
+
+def test_without_gpu_or_interpreter_the_kernels_are_refused():
+    from attention import flash
+
+    if not torch.cuda.is_available():
+        with pytest.raises(ValueError, match="kernel=triton needs a CUDA GPU"):
+            flash.check_available(torch.device("cpu"))
+
+
+def test_standard_attention_agrees(worker):
+    """The two arms of an experiment compute the same function: differences are roundings, not a wrong mask or scale."""
+    tensors = inputs(T=70, D=32)
+    ours = flash(worker, tensors, AttentionSpec("flash_fa2"))["o"]
+    theirs = standard(*tensors[:3], RNG, AttentionSpec("standard").key, False)[0]
+    assert (ours - theirs).abs().max() < 2**-5
