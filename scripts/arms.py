@@ -1,0 +1,50 @@
+"""Runs several arms of one experiment side by side: train.py as subprocesses, over the GPUs that are there."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def run_arms(arms: dict[str, list[str]], folder: Path, parallel: int, gpus: int, say=print) -> dict[str, int]:
+    """Runs `train.py ARGV --out_dir=folder/NAME` for each {NAME: ARGV}, at most `parallel` at a time, in order.
+
+    With several GPUs the arms take turns on them. What an arm prints goes to folder/NAME.log. Returns exit codes by
+    name; an arm that fails does not stop the others, since a failed arm may be the result.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    waiting, running, codes, started = list(arms.items()), {}, {}, time.monotonic()
+    try:
+        while waiting or running:
+            while waiting and len(running) < parallel:
+                name, argv = waiting.pop(0)
+                environment = dict(os.environ)
+                if gpus > 1:
+                    busy = [slot for _, slot, _ in running.values()]
+                    slot = min(range(gpus), key=busy.count)
+                    environment["CUDA_VISIBLE_DEVICES"] = str(slot)
+                else:
+                    slot = 0
+                log = open(folder / f"{name}.log", "w", encoding="utf-8")
+                command = [sys.executable, "train.py", *argv, f"--out_dir={folder / name}"]
+                log.write("$ " + " ".join(command) + "\n")
+                log.flush()
+                process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT)
+                running[name] = process, slot, log
+                say(f"[{time.monotonic() - started:5.0f} s] {name}: started", flush=True)
+            time.sleep(0.2)
+            for name in [n for n, (process, _, _) in running.items() if process.poll() is not None]:
+                process, _, log = running.pop(name)
+                log.close()
+                codes[name] = process.returncode
+                say(f"[{time.monotonic() - started:5.0f} s] {name}: ended with status {process.returncode}"
+                    + ("" if process.returncode == 0 else f", see {folder / name}.log"), flush=True)
+    finally:
+        for process, _, log in running.values():  # interrupted: each arm saves and ends
+            process.terminate()
+            process.wait()
+            log.close()
+    return codes

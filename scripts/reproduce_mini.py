@@ -1,0 +1,61 @@
+"""The failing run in minutes, on one GPU: record flash_bf16, replay its batches under the other arms, compare.
+
+    python scripts/reproduce_mini.py --dataset data/mini [--out runs/mini] [--steps 10000] [--parallel 2]
+
+flash_bf16 trains first and records its order; the other arms replay it side by side. Writes FIGURE.png and
+comparison.json into --out. An arm is NAME or NAME:SWITCH=VALUE[:SWITCH=VALUE], e.g. flash_bf16:delta=dp_p.
+A small model on a small corpus: it is not the paper's run, and what fails here need not fail there.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+
+from replay.order import OrderFile
+from scripts import compare
+from scripts.arms import run_arms
+
+RECORDED = "flash_bf16"
+ARMS = ("flash_bf16:delta=dp_p", "standard", "flash_fa2", "flash_fp32", "stabilized")
+
+
+def argv_of(arm: str, common: list[str]) -> tuple[str, list[str]]:
+    """An arm's run name and flags: of flash_bf16:delta=dp_p they are flash_bf16_delta_dp_p and --delta=dp_p."""
+    backend, *switches = arm.split(":")
+    name = "_".join([backend, *(s.replace("=", "_") for s in switches)])
+    return name, ["configs/mini_flash_bf16.toml", f"--attention={backend}", *(f"--{s}" for s in switches), *common]
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dataset", default="mini", help="folder with train.bin and val.bin of GPT-2 tokens")
+    parser.add_argument("--out", type=Path, default=Path("runs/mini"), help="a folder that does not exist yet")
+    parser.add_argument("--steps", type=int, default=10000, help="optimizer steps an arm")
+    parser.add_argument("--seed", type=int, default=1, help="of weights and order")
+    parser.add_argument("--arms", nargs="*", default=ARMS, metavar="ARM", help=f"default: {' '.join(ARMS)}")
+    parser.add_argument("--parallel", type=int, default=2, help="arms at a time; on one GPU more than 2 gain little")
+    args, extra = parser.parse_known_args(argv)
+    if args.out.exists():
+        print(f"reproduce_mini: {args.out} exists; choose another --out or remove it", file=sys.stderr)
+        return 2
+    common = [f"--dataset={args.dataset}", f"--max_iters={args.steps}", f"--seed={args.seed}", *extra]
+    gpus = torch.cuda.device_count()
+    name, first = argv_of(RECORDED, common)
+    codes = run_arms({name: first}, args.out, 1, gpus)
+    order = args.out / name / "order.bin"
+    if codes[name] not in (0, 3) or not order.exists():  # 3: stopped at a non-finite gradient, which is a result
+        print((args.out / f"{name}.log").read_text(encoding="utf-8")[-2000:], file=sys.stderr)
+        return codes[name] or 1
+    rows = OrderFile(order).rows  # fewer than --steps where the recorded run stopped early
+    others = dict(argv_of(arm, [*common, f"--max_iters={rows}", f"--replay={order}"]) for arm in args.arms)
+    codes |= run_arms(others, args.out, args.parallel, gpus)
+    runs = [str(args.out / arm) for arm in [name, *others] if (args.out / arm / "metrics.jsonl").exists()]
+    return compare.main([*runs, "-o", str(args.out / "figure.png"), "--json", str(args.out / "comparison.json")])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
