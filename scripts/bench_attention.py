@@ -12,6 +12,7 @@ tensor and dO is a transposed (B, T, H, D) tensor, as in training. Needs a CUDA 
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -160,7 +161,7 @@ def tune(args):
     """Each kernel alone for each format: forward by key tile, then dQ with dK/dV fixed, then the other way round."""
     end, clock = time.monotonic() + args.seconds, Clock()
     shape, rows = tuple(map(int, args.shapes.split(";")[0].split(","))), []
-    size = 64 if shape[3] <= 64 else 128
+    size, group = 64 if shape[3] <= 64 else 128, flash.GROUP_BYTES
     for name in args.arms.split(","):
         spec, stats, dtype = arm(name)
         backend = spec.backend
@@ -197,7 +198,13 @@ def tune(args):
         entry = flash.LAUNCHES[key]
         flash.LAUNCHES[key] = entry._replace(forward=entry.forward | {k: t for (w, k), (_, t) in best.items()
                                                                       if w == "forward"})
-        print(f"    {key}: {flash.LAUNCHES[key]},  # best for {backend}".replace("Tile(rows=", "Tile("), flush=True)
+        print(f"    {key}: {flash.LAUNCHES[key]},  # best for {backend}", flush=True)
+        for megabytes in (4, 12, 24, 48, 4096):
+            flash.GROUP_BYTES = megabytes << 20
+            times = clock.medians(list(passes(spec, qkv, do)[1:]), 15)
+            rows.append(dict(backend=backend, D=shape[3], kernel="both", group_megabytes=megabytes, ms=times))
+            print(f"{backend:11s} heads side by side {megabytes:4d} MiB: forward {times[0]:.3f}, backward {times[1]:.3f} ms")
+        flash.GROUP_BYTES = group
     write(args.out, tune=rows)
 
 
@@ -251,12 +258,10 @@ def memory(args):
 
 
 def write(path, **content):
-    def command(*words):
-        return subprocess.run(words, capture_output=True, text=True).stdout.strip()
-
     import triton
 
-    head = dict(hardware=torch.cuda.get_device_name(), commit=command("git", "rev-parse", "HEAD"),
+    git = subprocess.run("git rev-parse HEAD", shell=True, capture_output=True, text=True)
+    head = dict(hardware=torch.cuda.get_device_name(), commit=git.stdout.strip() or os.environ.get("COMMIT", "unknown"),
                 versions=dict(python=sys.version.split()[0], torch=torch.__version__, triton=triton.__version__,
                               cuda=torch.version.cuda))
     Path(path).parent.mkdir(parents=True, exist_ok=True)
