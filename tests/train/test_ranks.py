@@ -9,7 +9,7 @@ import time
 
 import pytest
 import torch
-from conftest import ROOT, Run
+from tiny_runs import ROOT, Run
 
 from replay.order import OrderFile
 

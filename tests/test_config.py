@@ -1,0 +1,179 @@
+"""The config: every file loads, pairs differ in their attention alone, every mistake names the nearest right thing."""
+
+import dataclasses
+import tomllib
+import typing
+from pathlib import Path
+
+import pytest
+
+from attention import layer_specs
+from config import HINTS, Config, ConfigError, as_dict, from_dict, from_file, load
+
+ROOT = Path(__file__).parents[1]
+FILES = sorted(ROOT.glob("configs/**/*.toml"))
+FIELDS = {f.name: f for f in dataclasses.fields(Config)}
+# A value of the right type that is not the default, where the type alone does not give one that makes sense.
+OTHERS = {"tile_k": "full", "tile_q": 64, "beta1": 0.5, "beta2": 0.5, "dropout": 0.5, "muon_momentum": 0.5,
+          "n_embd": 1536, "n_head": 6, "output_heads": "1:0", "shift_cap": float("inf")}
+
+
+def specs(config):
+    return layer_specs(config.n_layer, config.n_head, config.attention, config.switches, config.attention_override,
+                       config.output_heads)
+
+
+def test_there_are_configs():
+    names = {str(path.relative_to(ROOT / "configs")) for path in FILES}
+    assert {f"gpt2_small_{arm}.toml" for arm in ("flash_bf16", "flash_fp32", "flash_fa2", "standard",
+                                                 "stabilized")} <= names
+    assert sum(name.startswith("isolation/") for name in names) == 8 and sum("mini_" in name for name in names) >= 5
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_file_loads(path):
+    """It loads, its numerics resolve, its head says what it is for, and it writes to a folder of its own name."""
+    config = from_file(path)
+    assert len(specs(config)) == config.n_layer
+    assert path.read_text().startswith("# ")
+    name = f"isolation_{path.stem}" if path.parent.name == "isolation" else path.stem
+    assert config.out_dir == f"runs/{name}"
+    assert load([str(path), "--seed=77"]) == dataclasses.replace(config, seed=77)
+
+
+@pytest.mark.parametrize("family", ["gpt2_small", "gpt2_small_muon", "gpt2_medium", "mini", "cpu"])
+def test_pairs_differ_in_their_attention_alone(family):
+    arms = {}
+    for path in FILES:
+        family_of, *_ = path.stem.partition("_flash") if "_flash" in path.stem else path.stem.rpartition("_")
+        if family_of == family and path.parent.name == "configs":
+            arms[path.stem] = tomllib.loads(path.read_text())
+    assert len(arms) >= 2
+    for name, table in arms.items():
+        assert table.pop("attention") in name
+        table.pop("out_dir")
+    tables = list(arms.values())
+    assert all(table == tables[0] for table in tables)
+
+
+ISOLATION = {"3.2a": {"tile_k"}, "3.2b": {"attention_override"}, "3.2c": {"attention_override"},
+             "3.2d": {"delta"}, "3.2e": {"delta"}, "3.2f": {"output", "pv"}, "3.2g": {"output_heads"}, "3.3.2": {"pv"}}
+
+
+def test_isolation_differs_from_gpt2_small_in_what_it_isolates():
+    base = tomllib.loads((ROOT / "configs" / "gpt2_small_flash_bf16.toml").read_text())
+    found, numerics = {}, {tuple(specs(from_dict(base, "base")))}
+    for path in FILES:
+        if path.parent.name == "isolation":
+            table = tomllib.loads(path.read_text())
+            found[path.stem.split("_")[0]] = {k for k in table.keys() | base.keys()
+                                              if table.get(k) != base.get(k)} - {"out_dir"}
+            numerics.add(tuple(specs(from_file(path))))
+    assert found == ISOLATION
+    assert len(numerics) == 9  # no two compute the same
+
+
+@pytest.mark.parametrize("table, words", [
+    ({"batchsize": 3}, "unknown key 'batchsize'; the nearest known key is 'batch_size'"),
+    ({"lr": 3}, "unknown key 'lr'"),
+    ({"batch_size": "3"}, "batch_size='3' is not of type int"),
+    ({"batch_size": 3.0}, "batch_size=3.0 is not of type int"),
+    ({"batch_size": True}, "batch_size=True is not of type int"),
+    ({"compile": 1}, "compile=1 is not of type bool"),
+    ({"attention": "flash"}, "attention='flash' is not of type 'standard' | 'sdpa'"),
+    ({"wandb_tags": ["a", 1]}, "wandb_tags=('a', 1) is not of type"),
+    ({"max_iters": 0}, "max_iters=0 must be positive"),
+    ({"weight_decay": -0.1}, "weight_decay=-0.1 must be zero or more"),
+    ({"learning_rate": float("nan")}, "learning_rate=nan must be positive"),
+    ({"beta2": 1.0}, "beta2=1.0 must be in [0, 1)"),
+    ({"n_head": 5}, "n_embd=768 is not divisible by n_head=5"),
+])
+def test_wrong_values(table, words, tmp_path):
+    with pytest.raises(ConfigError) as error:
+        from_dict(table, "here")
+    assert words in str(error.value) and "\n" not in str(error.value)
+
+
+def test_wrong_files(tmp_path):
+    path = tmp_path / "x.toml"
+    path.write_text("batch_size = 3\nbatch_size = 4\n")
+    for file, words in ((path, "is not valid TOML"), (tmp_path / "none.toml", "there are configs/cpu_flash_bf16.toml")):
+        with pytest.raises(ConfigError, match=words):
+            from_file(file)
+    path.write_text("batch_sizes = 3\n")
+    with pytest.raises(ConfigError, match=r"x\.toml: unknown key 'batch_sizes'; the nearest known key is 'batch_size'"):
+        load([str(path), "--seed=3"])
+
+
+@pytest.mark.parametrize("flag, near", [("--batchsize=3", "batch-size"), ("--learning_rat=1", "learning-rate")])
+def test_wrong_flag_names_the_nearest(flag, near, capsys):
+    with pytest.raises(SystemExit) as stop:
+        load([flag])
+    out, err = capsys.readouterr()
+    assert stop.value.code == 2 and near in err.replace("_", "-") and not out
+
+
+def test_help_lists_every_field(capsys):
+    """Name, meaning and default; a field without a meaning is a field nobody can use."""
+    with pytest.raises(SystemExit) as stop:
+        load(["--help"])
+    out = capsys.readouterr().out
+    words = " ".join(out.replace("│", " ").split())
+    assert stop.value.code == 0
+    for name in FIELDS:
+        flag = f"--{name}" if f"--{name} " in words else f"--{name.replace('_', '-')}"
+        assert f"{flag} " in words, name
+    assert "(default: 0.001)" in words and "AdamW's peak learning rate" in words
+    source = (ROOT / "config.py").read_text()
+    for name in FIELDS:
+        line = next(line for line in source.splitlines() if line.startswith(f"    {name}: "))
+        meaning = line.partition("  # ")[2]
+        assert meaning and " ".join(meaning.split()) in words, name
+
+
+def other_value(name: str):
+    default = FIELDS[name].default
+    if name in OTHERS:
+        return OTHERS[name]
+    hint = HINTS[name]
+    if typing.get_origin(hint) is typing.Literal:
+        return next(v for v in typing.get_args(hint) if v != default)
+    if isinstance(default, bool):
+        return not default
+    if isinstance(default, int | float):
+        return default + 1
+    if float in typing.get_args(hint):
+        return 2.5
+    if int in typing.get_args(hint):
+        return 32
+    return ("x", "y") if isinstance(default, tuple) else "x"
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_every_field_is_a_flag_and_a_key(name):
+    """As --name=value, as --name-with-dashes and in a file: the same config, and every other field as it was."""
+    value = other_value(name)
+    assert value != FIELDS[name].default
+    text = list(value) if isinstance(value, tuple) else [str(value)]
+    flag = [f"--{name}", *text] if isinstance(value, tuple) else [f"--{name}={text[0]}"]
+    head, *rest = flag[0].split("=", 1)
+    dashes = ["=".join([head.replace("_", "-"), *rest]), *flag[1:]]
+    wanted = dataclasses.replace(Config(), **{name: value})
+    assert load(flag) == load(dashes) == wanted == from_dict({name: value}, "file")
+    assert {k for k, v in as_dict(load(flag)).items() if v != as_dict(Config())[k]} == {name}
+
+
+def test_switches_are_what_was_set():
+    assert Config().switches == {}
+    config = from_dict({"tile_k": "full", "beta": 4, "pv": "fp32"}, "here")
+    assert config.switches == {"tile_k": 0, "beta": 4.0, "pv": "fp32"}
+    assert specs(dataclasses.replace(config, attention="stabilized"))[3].tile_k == 0
+    unset = {name for name, field in FIELDS.items() if field.default is None}
+    every = dataclasses.replace(Config(), **{name: other_value(name) for name in unset})
+    assert every.switches.keys() == unset  # no attention switch can be set without being passed on
+
+
+def test_defaults_are_nanogpts():
+    """A nanoGPT user's expectations: the total over ranks, and tokens a step that do not depend on their number."""
+    config = from_file(ROOT / "configs" / "gpt2_small_flash_bf16.toml")
+    assert config.tokens_per_step == 524_288 and config.sequences_per_step == 512
