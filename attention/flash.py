@@ -15,14 +15,14 @@ import torch
 import triton
 from torch import Tensor
 
-from attention import kernels
+from attention import kernels, tiles
 from attention.op import NOTHING, differentiable, output_like
 from attention.spec import FULL, AttentionSpec
 
 LARGEST_HEAD = 128
 LARGEST_TILE = 128  # longer key tiles are walked in parts of this many keys
 GROUP_BYTES = 24 << 20  # K and V of the heads that run side by side: half of Hopper's L2 cache
-INTERPRET = kernels.INTERPRET.value
+INTERPRET = tiles.INTERPRET.value
 
 
 class Tile(NamedTuple):

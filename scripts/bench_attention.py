@@ -203,7 +203,7 @@ def tune(args):
             flash.GROUP_BYTES = megabytes << 20
             times = clock.medians(list(passes(spec, qkv, do)[1:]), 15)
             rows.append(dict(backend=backend, D=shape[3], kernel="both", group_megabytes=megabytes, ms=times))
-            print(f"{backend:11s} heads side by side {megabytes:4d} MiB: forward {times[0]:.3f}, backward {times[1]:.3f} ms")
+            print(f"{backend:11s} heads side by side: {megabytes:4d} MiB  {times[0]:.3f} {times[1]:.3f} ms", flush=True)
         flash.GROUP_BYTES = group
     write(args.out, tune=rows)
 

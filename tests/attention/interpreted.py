@@ -41,7 +41,7 @@ def call(name: str, *args):
 
 
 def kernel_helper(name: str, x, *args):
-    """A rounding or math helper of kernels.py applied to a float32 tensor, through one small kernel."""
+    """A rounding or math helper of tiles.py applied to a float32 tensor, through one small kernel."""
     import torch
     from interpreted_helpers import elementwise
 

@@ -1,9 +1,9 @@
-"""A kernel that applies one helper of attention/kernels.py to every element; its own file, as Triton needs a source."""
+"""A kernel that applies one helper of attention/tiles.py to every element; its own file, as Triton needs a source."""
 
 import triton
 import triton.language as tl
 
-from attention import kernels
+from attention import tiles
 
 
 @triton.jit
@@ -12,13 +12,13 @@ def elementwise(p_x, p_out, n, HELPER: tl.constexpr, ARGUMENT: tl.constexpr = ""
         i = start + tl.arange(0, 1024)
         x = tl.load(p_x + i, mask=i < n, other=0.0)
         if HELPER == "round_bf16":
-            y = kernels.round_bf16(x)
+            y = tiles.round_bf16(x)
         elif HELPER == "narrow":
-            y = kernels.narrow(x).to(tl.float32)
+            y = tiles.narrow(x).to(tl.float32)
         elif HELPER == "round_fp8":
-            y = kernels.round_fp8(x, ARGUMENT)
+            y = tiles.round_fp8(x, ARGUMENT)
         elif HELPER == "add_bf16":
-            y = kernels.add_bf16(kernels.narrow(x), kernels.narrow(x * ARGUMENT)).to(tl.float32)
+            y = tiles.add_bf16(tiles.narrow(x), tiles.narrow(x * ARGUMENT)).to(tl.float32)
         else:
-            y = kernels.tanh(x)
+            y = tiles.tanh(x)
         tl.store(p_out + i, y, mask=i < n)
