@@ -1,9 +1,12 @@
 """From a config to a plan: everything a user can get wrong is found here, before anything is started or written."""
 
 import dataclasses
+import hashlib
 import os
 from dataclasses import dataclass
 from pathlib import Path
+
+import torch
 
 import checkpoint
 from attention import AttentionSpec, layer_specs
@@ -78,3 +81,15 @@ def prepare(config: Config) -> Plan:
     if start > config.max_iters:
         raise ConfigError(f"the checkpoint is at step {start}, past max_iters={config.max_iters}; raise --max_iters")
     return Plan(specs, tokens, header, order, model_args, state, start)
+
+
+def check_ranks_agree(plan: Plan, group) -> None:
+    """Errors: ConfigError where ranks would start at different steps or on different data, such as nodes that do not
+    share a file system. They would wait for each other, or average gradients of different models."""
+    data = int.from_bytes(hashlib.sha256(repr(plan.header).encode()).digest()[:7], "big")
+    high, low, data_high, data_low = group.max(torch.tensor([plan.start, -plan.start, data, -data],
+                                                            device=group.device)).tolist()
+    if high != -low or data_high != -data_low:
+        raise ConfigError(f"the ranks disagree: they would start at steps {-low} to {high}, rank {group.rank} at "
+                          f"{plan.start}, {'all' if data_high == -data_low else 'not all'} of them on {plan.header}; "
+                          "give every node the same files in out_dir and dataset")

@@ -27,7 +27,7 @@ from diagnostics.probes import explain_nonfinite, probe
 from metrics import Metrics, MetricsError
 from model import GPT
 from optim import build_optimizer, learning_rate
-from plan import Plan, prepare
+from plan import Plan, check_ranks_agree, prepare
 from replay.order import OrderError, Recorder
 from runinfo import describe_run, print_header
 from stop import StopRequested, StopSignal
@@ -127,8 +127,7 @@ class Trainer:
         """Clips, and updates the weights unless something is not finite; returns gradient norm and whether it did."""
         if self.scaler.is_enabled():
             self.scaler.unscale_(self.optimizer)
-        limit = self.config.grad_clip or float("inf")
-        norm = torch.nn.utils.clip_grad_norm_(self.raw.parameters(), limit)
+        norm = torch.nn.utils.clip_grad_norm_(self.raw.parameters(), self.config.grad_clip or float("inf"))
         # With FP16 a gradient that overflowed under the loss scale is an ordinary skipped step; a loss that did is not.
         value = loss if self.scaler.is_enabled() else norm
         finite = bool(self.group.mean(value.detach().float()).isfinite())
@@ -187,8 +186,9 @@ class Trainer:
                 "data": {"tokenizer": tokens.tokenizer, "vocab_size": tokens.vocab_size}}
 
 
-def train(trainer: Trainer, info: dict) -> None:
-    """Runs to max_iters. Errors: NonFiniteError, StopRequested (after saving), CheckpointError, MetricsError."""
+def train(trainer: Trainer, info: dict) -> int:
+    """Runs to max_iters or a signal and returns the exit status. Errors: NonFiniteError, CheckpointError, MetricsError,
+    OrderError, DataError."""
     config, plan, group = trainer.config, trainer.plan, trainer.group
     out = Path(config.out_dir)
     print_header(info, group)
@@ -235,8 +235,8 @@ def train(trainer: Trainer, info: dict) -> None:
             if step % config.log_interval == 0 or "val_loss" in record or trainer.step == config.max_iters:
                 record |= {"loss": group.mean(loss).item(), "lr": learning_rate(step, config), "grad_norm": norm,
                            "tokens": trainer.step * config.tokens_per_step, "time": time.time(),
-                           "tokens_per_s": steps * config.tokens_per_step / seconds}
-                record |= {} if updated else {"skipped": True}
+                           "tokens_per_s": steps * config.tokens_per_step / seconds,
+                           **({} if updated else {"skipped": True})}
                 metrics.log(record)
                 steps, seconds = 0, 0.0
         metrics.log({"step": trainer.step, "val_loss": trainer.evaluate()})
@@ -247,11 +247,11 @@ def train(trainer: Trainer, info: dict) -> None:
         save()
         group.print(f"stopped by a signal at step {trainer.step}; saved to {out}, go on with --init_from=resume")
         code = EXIT_SIGTERM
-        raise
     finally:
         if recorder:
             recorder.close()
         metrics.close(code)
+    return code
 
 
 def report(what: str, error: object, code: int, any_rank: bool = False) -> int:
@@ -269,6 +269,7 @@ def main(argv: list[str] | None = None) -> int:
         config = load(sys.argv[1:] if argv is None else argv)
         plan = prepare(config)
         group = distributed.init(config.device, config.collective_timeout_s)
+        check_ranks_agree(plan, group)
         trainer = Trainer(config, plan, group, stop)
         info = describe_run(config, plan, group, trainer)
     except (ValueError, CheckpointError) as error:
@@ -276,15 +277,13 @@ def main(argv: list[str] | None = None) -> int:
             group.close(failed)
         return report("error", error, EXIT_USER)
     try:
-        train(trainer, info)
+        code = train(trainer, info)
         failed = False
+        return code
     except (CheckpointError, MetricsError, OrderError, DataError) as error:
         return report("error", error, EXIT_USER, any_rank=True)
     except NonFiniteError as error:
         return report("stopped", error, EXIT_NONFINITE)
-    except StopRequested:
-        failed = False
-        return EXIT_SIGTERM
     except RuntimeError as error:  # gloo has no error class of its own
         if not isinstance(error, torch.distributed.DistError) and "gloo" not in str(error):
             raise
@@ -292,8 +291,9 @@ def main(argv: list[str] | None = None) -> int:
                       f"step {trainer.step} ({error}); its own message tells why. Go on with --init_from=resume", 1,
                       any_rank=True)
     finally:
+        if group.world_size > 1:
+            time.sleep(0.1)  # or gloo's threads may still want the GIL, which its destructor holds as it waits for them
         group.close(failed)
-    return 0
 
 
 if __name__ == "__main__":

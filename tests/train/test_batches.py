@@ -109,7 +109,7 @@ def test_clipping_and_schedule_reach_the_optimizer(runner):
              for run in (free, tight)]
     assert free.records[0]["grad_norm"] == tight.records[0]["grad_norm"] > 0.1  # logged before clipping
     assert [r["lr"] for r in free.records[:2]] == pytest.approx([1e-2 / 3, 2e-2 / 3])
-    assert 0.5e-5 < moved[1] <= 1.01e-5 < 1e-3 < moved[0]  # both steps together: a length of 1e-2 * 1e-3 at most
+    assert 0.8e-5 < moved[1] <= 1.01e-5 < 1e-3 < moved[0]  # together at most 1e-2 * 1e-3, if they point one way
 
 
 def test_tokens_and_validation_loss(runner):

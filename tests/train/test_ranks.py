@@ -16,20 +16,30 @@ from replay.order import OrderFile
 # What each rank executes: runs of train.py one after the other, each in a process group of its own; a run may send
 # this process a signal when a rank begins a micro-batch. Without torchrun, whose own start takes seconds.
 SCRIPT = """
-import json, os, signal, sys
+import json, os, pathlib, signal, sys, time
 import train
-original, this = train.Trainer.micro_batch, {}
+folder = pathlib.Path(sys.argv[2])
+original, this, read = train.Trainer.micro_batch, {}, []
+DDP = train.torch.nn.parallel.DistributedDataParallel
+no_sync = DDP.no_sync
+DDP.no_sync = lambda self: read.append("no_sync") or no_sync(self)
 def micro_batch(self, step, micro):
     if [self.group.rank, step, micro] == this.get("at"):
         os.kill(os.getpid(), this["signal"])
-    return original(self, step, micro)
+    batch = original(self, step, micro)
+    read.append(batch[0])
+    return batch
 train.Trainer.micro_batch = micro_batch
 codes = []
 for this in json.loads(sys.argv[1]):
     os.environ["MASTER_PORT"] = this["port"]
-    codes.append(train.main(this["argv"]))
-    print("EXIT", codes[-1], flush=True)
+    codes.append(train.main(this["argv"][int(os.environ["RANK"])]))
+    print("READ", *read, "EXIT", codes[-1], flush=True)
+    read.clear()
     print("EXIT", codes[-1], file=sys.stderr, flush=True)
+    (folder / f"{this['port']}-{os.environ['RANK']}").touch()  # rank 0 may still save what rank 1 would resume
+    while codes[-1] != 1 and len(list(folder.glob(f"{this['port']}-*"))) < 2:
+        time.sleep(0.005)
 sys.exit(codes[-1])
 """
 FLAGS = dict(gradient_accumulation_steps=4, batch_size=1, attention="flash_bf16", output="stochastic", dropout=0.2)
@@ -42,27 +52,31 @@ def free_port() -> str:
 
 
 def start(runner, *runs: dict):
-    """Both ranks' processes; a run is flags with `name`, and `signal` and `at` = rank, step, micro-batch."""
-    steps = [{"argv": runner.argv(**{k: v for k, v in run.items() if k not in ("signal", "at")}), "port": free_port(),
-              "signal": run.get("signal"), "at": run.get("at")} for run in runs]
-    common = dict(WORLD_SIZE="2", MASTER_ADDR="127.0.0.1")
-    return [runner.start([sys.executable, "-c", SCRIPT, json.dumps(steps)], RANK=str(rank), LOCAL_RANK=str(rank),
-                         **common) for rank in (0, 1)]
+    """Both ranks' processes; a run is flags with `name`, and perhaps `signal`, `at` = rank, step, micro-batch, and
+    `other`, flags of rank 1."""
+    steps = []
+    for run in runs:
+        flags = {k: v for k, v in run.items() if k not in ("signal", "at", "other")}
+        steps.append({"argv": [runner.argv(**flags), runner.argv(**flags | run.get("other", {}))],
+                      "signal": run.get("signal"), "at": run.get("at"), "port": free_port()})
+    command = [sys.executable, "-c", SCRIPT, json.dumps(steps), str(runner.root)]
+    return [runner.start(command, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1")
+            for rank in (0, 1)]
 
 
 def finish(processes, runner, *names):
-    """By run: what rank 0 left and printed, and both exit codes."""
-    output = [process.communicate(timeout=90) for process in processes]
-    assert [process.returncode is not None for process in processes] == [True, True]
+    """By run: what rank 0 left and printed; and what each rank read, by run and rank."""
+    output = [process.communicate(timeout=60) for process in processes]
     parts = [[re.split(r"EXIT (\d+)\n", text) for text in one] for one in output]
-    found = []
+    found, read = [], []
     for i, name in enumerate(names):
         (out, err), (out1, _) = parts
         codes = [int(one[2 * i + 1]) for one in (out, out1)]
         assert codes[0] == codes[1]
         found.append(Run(runner.root / name, codes[0], out[2 * i], err[2 * i]))
-        assert not out1[2 * i].strip(), out1[2 * i]  # rank 0 alone prints
-    return found
+        assert out1[2 * i].startswith("READ"), out1[2 * i]  # rank 0 alone prints
+        read.append([one[2 * i].split("READ")[1].split() for one in (out, out1)])
+    return found, read
 
 
 def test_two_ranks(runner):
@@ -76,11 +90,13 @@ def test_two_ranks(runner):
                       dict(name="parts", signal=15, at=[1, 3, 1], **FLAGS),
                       dict(name="parts", init_from="resume", **FLAGS),
                       dict(name="replayed", replay=order, **FLAGS),
-                      dict(name="refused", gradient_accumulation_steps=3))
-    whole, stopped, resumed, replayed, refused = finish(processes, runner, "whole", "parts", "parts", "replayed",
-                                                        "refused")
+                      dict(name="refused", gradient_accumulation_steps=3),
+                      dict(name="apart", init_from=runner.root / "one" / "ckpt_00000004.pt",
+                           other=dict(init_from=runner.root / "one" / "ckpt_00000000.pt"), **FLAGS))
+    runs, read = finish(processes, runner, "whole", "parts", "parts", "replayed", "refused", "apart")
+    whole, stopped, resumed, replayed, refused, apart = runs
     one = runner.finished("one")
-    assert [run.code for run in (whole, stopped, resumed, replayed, refused)] == [0, 143, 0, 0, 2]
+    assert [run.code for run in runs] == [0, 143, 0, 0, 2, 2]
 
     # SIGTERM reached rank 1 alone, in the middle of step 3's accumulation; both stopped, and both went on.
     assert "stopped by a signal at step 3" in stopped.stdout
@@ -100,8 +116,14 @@ def test_two_ranks(runner):
     assert (ours - theirs).norm() < 5e-4 * theirs.norm()  # measured: 8e-5
     assert whole.info["world_size"] == 2 and one.info["tokens_per_step"] == whole.info["tokens_per_step"]
 
+    # Micro-step, then rank, as the order file says; and of a rank's two micro-batches only the last one synchronises.
+    for rank in (0, 1):
+        assert [i for i in read[0][rank] if i != "no_sync"] == [str(i) for i in range(rank, 24, 2)]
+        assert read[0][rank].count("no_sync") == 6
+
     assert "gradient_accumulation_steps=3 " in refused.stderr and " 2 ranks" in refused.stderr
-    assert not refused.out.exists()
+    assert "the ranks disagree: they would start at steps 0 to 4, rank 0 at 4" in apart.stderr
+    assert not refused.out.exists() and not apart.out.exists()
 
 
 @pytest.mark.parametrize("name, number", [("killed", 9), ("frozen", 19)])
