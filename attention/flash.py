@@ -48,9 +48,9 @@ class Launch(NamedTuple):
 
 # (generation, head size up to, operands). Generation 9: Hopper; 8 stands for every other one and needs 99 KB at most.
 LAUNCHES = {
-    (9, 64, "bf16"): Launch({128: Tile(64, 128, 4, 2, 168), 64: Tile(64, 64, 4, 2), 32: Tile(128, 32, 4, 3)},
-                            Tile(128, 64, 8, 2, 128), Tile(64, 64, 4, 2, 168)),
-    (9, 128, "bf16"): Launch({128: Tile(128, 128, 8, 2), 64: Tile(128, 64, 8, 2), 32: Tile(128, 32, 4, 3)},
+    (9, 64, "bf16"): Launch({128: Tile(64, 128, 4, 2, 168), 64: Tile(64, 64, 4, 3, 128), 32: Tile(128, 32, 4, 3)},
+                            Tile(64, 64, 4, 2, 128), Tile(32, 64, 4, 3, 128)),
+    (9, 128, "bf16"): Launch({128: Tile(128, 128, 8, 2), 64: Tile(64, 64, 4, 2), 32: Tile(128, 32, 4, 3)},
                              Tile(64, 32, 4, 2), Tile(32, 64, 4, 2)),
     (9, 64, "fp32"): Launch({128: Tile(64, 128, 4, 1), 64: Tile(64, 64, 4, 2), 32: Tile(64, 32, 4, 2)},
                             Tile(64, 32, 4, 2), Tile(32, 64, 4, 2)),

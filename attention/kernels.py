@@ -2,11 +2,14 @@
 
 Algorithms 1 to 3 of arXiv 2510.04212 with every switch of spec.py as a compile-time argument. A program owns a block
 of rows (forward, dQ) or of keys (dK/dV) of one head and walks over the tiles it meets in a fixed order: no atomics,
-so the same input gives the same bits. Tiles below the diagonal run without a mask, those on it follow.
+so the same input gives the same bits. One loop, that branches around the mask where a tile lies below the diagonal, and
+is told (tl.assume) that it runs at least once: with a loop for each kind, accumulators reach the second from two
+places, and ptxas then waits for every single tensor product; the pipeline of loads would also fill twice.
 
 Units. Scores are kept as x = S / UNIT: UNIT is alpha where leaving the scale out changes no rounding, else 1. P is
 exp2((x - m) * LOG2), LOG2 = UNIT * log2(e): subtracted first, so that a row's only maximum gives exactly 1 however
-large it is. The other order, a fused x * LOG2 - (m * LOG2), gives 1.0004 at logits near 1e4.
+large it is (forward_kernel subtracts in two steps, with the same effect). The other order, a fused
+x * LOG2 - (m * LOG2), gives 1.0004 at logits near 1e4.
 
 Names: p_ pointers, b_ tiles; s?b, s?h, s?t the strides of batch, head and token, in elements, of each tensor.
 """
@@ -17,6 +20,7 @@ import triton.language as tl
 from attention.tiles import (
     add_bf16,
     assign,
+    divide_rows,
     dot,
     load_rows,
     narrow,
@@ -93,8 +97,8 @@ def add_tile(acc, pv, a, PV: tl.constexpr):
 
 
 @triton.jit
-def probabilities(x, m, LOG2: tl.constexpr, RULE: tl.constexpr):
-    b_p = tl.exp2((x - m[:, None]) * LOG2)
+def probabilities(x, RULE: tl.constexpr):
+    b_p = tl.exp2(x)
     if RULE == "clamp":
         b_p = tl.minimum(b_p, LARGEST_CLAMPED_P)
     return b_p
@@ -174,7 +178,8 @@ def forward_kernel(p_q, p_k, p_v, p_o, p_lse, p_ties, p_row_max, p_rng,
                 b_k = operand(load_rows(p_k, n, skt, T, BLOCK_N, D, DP, not EVEN), BF16)
                 b_v = operand(load_rows(p_v, n, svt, T, BLOCK_N, D, DP, not EVEN), BF16)
                 x = scores(b_q, b_k, SCORES, SCALE, SOFTCAP, DOTS)
-                b_p = probabilities(mask(x, rows, n, BLOCK_N, MASKED), m_new, LOG2, RULE)
+                x = mask(x, rows, n, BLOCK_N, MASKED)
+                b_p = probabilities((x - m_new[:, None]) * LOG2, RULE)
                 row_sum += tl.sum(b_p, 1)
                 pv = dot(cast_p(b_p, PROBS), b_v, pv, DOTS)
             a = tl.exp2((m - m_new) * LOG2)
@@ -186,44 +191,38 @@ def forward_kernel(p_q, p_k, p_v, p_o, p_lse, p_ties, p_row_max, p_rng,
             ties, row_max = tl.maximum(ties, rs), tl.maximum(row_max, rm)
     else:
         below = (start + 1) // BLOCK_N * BLOCK_N  # tiles before this key have no mask in any row of the block
-        for phase in tl.static_range(2):
-            for n in range(0 if phase == 0 else below, below if phase == 0 else end, BLOCK_N):
-                b_k = operand(load_rows(p_k, n, skt, T, BLOCK_N, D, DP, phase == 1 and not EVEN), BF16)
-                x = scores(b_q, b_k, SCORES, SCALE, SOFTCAP, DOTS)
-                if phase == 1:
-                    x = mask(x, rows, n, BLOCK_N, MASKED)
-                rm = tl.max(x, 1)
-                if COUNT:
-                    floor = rm - EPSILON
-                    above = x - floor[:, None]
-                    rs = count_ties(above, rm, BLOCK_N)
-                    m_new = new_maximum(m, rm, rs, RULE, BETA, CAP, ONE, SHIFT)
-                else:
-                    m_new = new_maximum(m, rm, None, RULE, BETA, CAP, ONE, SHIFT)
-                if RULE == "paper" or RULE == "capped":  # one operation less; a single maximum still gives exactly 1
-                    b_p = tl.exp2(above * LOG2 + ((floor - m_new) * LOG2)[:, None])
-                else:
-                    b_p = probabilities(x, m_new, LOG2, RULE)
-                a = tl.exp2((m - m_new) * LOG2)
-                l = l * a + tl.sum(b_p, 1)
-                if ROW_SUM == "bf16":
-                    l = round_bf16(l)
-                b_v = operand(load_rows(p_v, n, svt, T, BLOCK_N, D, DP, phase == 1 and not EVEN), BF16)
-                b_p = cast_p(b_p, PROBS)
-                if PV == "bf16":
-                    acc = add_tile(acc, dot(b_p, b_v, None, DOTS), a, PV)
-                else:
-                    acc = dot(b_p, b_v, acc * a[:, None], DOTS)
-                m = m_new
-                if STATS:
-                    ties, row_max = tl.maximum(ties, rs), tl.maximum(row_max, rm)
+        tl.assume(end > 0)
+        for n in range(0, end, BLOCK_N):
+            b_k = operand(load_rows(p_k, n, skt, T, BLOCK_N, D, DP, not EVEN), BF16)
+            x = scores(b_q, b_k, SCORES, SCALE, SOFTCAP, DOTS)
+            if n >= below:
+                x = mask(x, rows, n, BLOCK_N, MASKED)
+            rm = tl.max(x, 1)
+            floor = rm - EPSILON  # P by way of it: ties are then sign bits of a difference that is there anyway
+            above = x - floor[:, None]
+            rs = count_ties(above, rm, BLOCK_N) if COUNT else None
+            m_new = new_maximum(m, rm, rs, RULE, BETA, CAP, ONE, SHIFT)
+            b_p = probabilities(above * LOG2 + ((floor - m_new) * LOG2)[:, None], RULE)
+            a = tl.exp2((m - m_new) * LOG2)
+            l = l * a + tl.sum(b_p, 1)
+            if ROW_SUM == "bf16":
+                l = round_bf16(l)
+            b_v = operand(load_rows(p_v, n, svt, T, BLOCK_N, D, DP, not EVEN), BF16)
+            b_p = cast_p(b_p, PROBS)
+            if PV == "bf16":
+                acc = add_tile(acc, dot(b_p, b_v, None, DOTS), a, PV)
+            else:
+                acc = dot(b_p, b_v, acc * a[:, None], DOTS)
+            m = m_new
+            if STATS:
+                ties, row_max = tl.maximum(ties, rs), tl.maximum(row_max, rm)
 
     p_rows = tl.cast(head, tl.int64) * T + rows
     tl.store(p_lse + p_rows, m * UNIT + tl.log(l), mask=rows < T)
     if STATS:
         tl.store(p_ties + p_rows, ties, mask=rows < T)
         tl.store(p_row_max + p_rows, row_max * UNIT, mask=rows < T)
-    o = tl.div_rn(acc.to(tl.float32), l[:, None] + tl.zeros((BLOCK_M, DP), tl.float32))
+    o = divide_rows(acc.to(tl.float32), l)
     if OUTPUT != "fp32":
         unrounded = o
         if OUTPUT == "stochastic":
@@ -289,19 +288,19 @@ def dq_kernel(p_q, p_k, p_v, p_o, p_do, p_lse, p_delta, p_dq,
     tl.store(p_delta + p_rows, delta, mask=rows < T)
 
     acc = tl.zeros((BLOCK_M, DP), tl.float32)
-    for phase in tl.static_range(2):
-        for n in range(0 if phase == 0 else below, below if phase == 0 else end, BLOCK_N):
-            b_k = operand(load_rows(p_k, n, skt, T, BLOCK_N, D, DP, phase == 1 and not EVEN), BF16)
-            b_v = operand(load_rows(p_v, n, svt, T, BLOCK_N, D, DP, phase == 1 and not EVEN), BF16)
-            x = scores(b_q, b_k, SCORES, SCALE, SOFTCAP, DOTS)
-            dp = dot(b_do, tl.trans(b_v), None, DOTS)
-            b_p = tl.exp2((x - m[:, None]) * LOG2)
-            if phase == 1:
-                b_p = mask(b_p, rows, n, BLOCK_N, 0.0)
-            if SCORES == "bf16":
-                dp = round_bf16(dp)
-            b_ds = gradient_of_scores(b_p, dp, delta[:, None], x, ALPHA, SOFTCAP)
-            acc = dot(operand(b_ds, BF16), b_k, acc, DOTS)
+    tl.assume(end > 0)
+    for n in range(0, end, BLOCK_N):
+        b_k = operand(load_rows(p_k, n, skt, T, BLOCK_N, D, DP, not EVEN), BF16)
+        b_v = operand(load_rows(p_v, n, svt, T, BLOCK_N, D, DP, not EVEN), BF16)
+        x = scores(b_q, b_k, SCORES, SCALE, SOFTCAP, DOTS)
+        dp = dot(b_do, tl.trans(b_v), None, DOTS)
+        b_p = tl.exp2((x - m[:, None]) * LOG2)
+        if n >= below:
+            b_p = mask(b_p, rows, n, BLOCK_N, 0.0)
+        if SCORES == "bf16":
+            dp = round_bf16(dp)
+        b_ds = gradient_of_scores(b_p, dp, delta[:, None], x, ALPHA, SOFTCAP)
+        acc = dot(operand(b_ds, BF16), b_k, acc, DOTS)
     if BF16:
         acc = round_bf16(acc)
     store_rows(p_dq + b * sxb + h * sxh, acc, start, sxt, T, BLOCK_M, D, DP)
@@ -332,28 +331,28 @@ def dkdv_kernel(p_q, p_k, p_v, p_do, p_lse, p_delta, p_dk, p_dv,
     b_k = operand(load_rows(p_k + b * skb + h * skh, start, skt, T, BLOCK_N, D, DP, not EVEN), BF16)
     b_v = operand(load_rows(p_v + b * svb + h * svh, start, svt, T, BLOCK_N, D, DP, not EVEN), BF16)
     b_dk, b_dv = tl.zeros((BLOCK_N, DP), tl.float32), tl.zeros((BLOCK_N, DP), tl.float32)
-    for phase in tl.static_range(2):
-        for r in range(first if phase == 0 else below, below if phase == 0 else T, BLOCK_M):
-            rows = r + tl.arange(0, BLOCK_M)
-            b_q = operand(load_rows(p_q, r, sqt, T, BLOCK_M, D, DP, not EVEN), BF16)
-            if EVEN:
-                m = tl.load(p_lse + rows)
-                delta = tl.load(p_delta + rows)
-            else:
-                m = tl.load(p_lse + rows, mask=rows < T, other=0.0)
-                delta = tl.load(p_delta + rows, mask=rows < T, other=0.0)
-            m = m * (1 / UNIT)
-            x = scores(b_k, b_q, SCORES, SCALE, SOFTCAP, DOTS)
-            b_p = tl.exp2((x - m[None, :]) * LOG2)
-            if phase == 0:  # as in `mask`
-                b_p = tl.where((tl.arange(0, BLOCK_M)[None, :] - (keys - r)[:, None]) >= 0, b_p, 0.0)
-            b_do = operand(load_rows(p_do, r, sgt, T, BLOCK_M, D, DP, not EVEN), BF16)
-            b_dv = dot(operand(b_p, BF16), b_do, b_dv, DOTS)
-            dp = dot(b_v, tl.trans(b_do), None, DOTS)
-            if SCORES == "bf16":
-                dp = round_bf16(dp)
-            b_ds = gradient_of_scores(b_p, dp, delta[None, :], x, ALPHA, SOFTCAP)
-            b_dk = dot(operand(b_ds, BF16), b_q, b_dk, DOTS)
+    tl.assume(first < T)
+    for r in range(first, T, BLOCK_M):
+        rows = r + tl.arange(0, BLOCK_M)
+        b_q = operand(load_rows(p_q, r, sqt, T, BLOCK_M, D, DP, not EVEN), BF16)
+        if EVEN:
+            m = tl.load(p_lse + rows)
+            delta = tl.load(p_delta + rows)
+        else:
+            m = tl.load(p_lse + rows, mask=rows < T, other=0.0)
+            delta = tl.load(p_delta + rows, mask=rows < T, other=0.0)
+        m = m * (1 / UNIT)
+        x = scores(b_k, b_q, SCORES, SCALE, SOFTCAP, DOTS)
+        b_p = tl.exp2((x - m[None, :]) * LOG2)
+        if r < below:  # as in `mask`
+            b_p = tl.where((tl.arange(0, BLOCK_M)[None, :] - (keys - r)[:, None]) >= 0, b_p, 0.0)
+        b_do = operand(load_rows(p_do, r, sgt, T, BLOCK_M, D, DP, not EVEN), BF16)
+        b_dv = dot(operand(b_p, BF16), b_do, b_dv, DOTS)
+        dp = dot(b_v, tl.trans(b_do), None, DOTS)
+        if SCORES == "bf16":
+            dp = round_bf16(dp)
+        b_ds = gradient_of_scores(b_p, dp, delta[None, :], x, ALPHA, SOFTCAP)
+        b_dk = dot(operand(b_ds, BF16), b_q, b_dk, DOTS)
     if BF16:
         b_dk, b_dv = round_bf16(b_dk), round_bf16(b_dv)
     store_rows(p_dk + b * sxb + h * sxh, b_dk, start, sxt, T, BLOCK_N, D, DP)

@@ -6,8 +6,8 @@
     python scripts/bench_attention.py --memory             # peak memory beyond what must exist
 
 Times are medians of single calls between CUDA events, backends taking turns within each round, with the L2 cache
-overwritten before each call (which also gives the CPU time to run ahead). q, k, v are views of one (B, T, 3, H, D)
-tensor and dO is a transposed (B, T, H, D) tensor, as in training. Needs a CUDA GPU.
+overwritten before each call and the GPU held back until the CPU has launched it. q, k, v are views of one
+(B, T, 3, H, D) tensor and dO is a transposed (B, T, H, D) tensor, as in training. Needs a CUDA GPU.
 """
 
 import argparse
@@ -32,18 +32,20 @@ ARMS = ("sdpa,flash_fa2,flash_bf16,stabilized,flash_bf16+stats,stabilized+stats,
 CHECKED = (((2, 4, 1000, 64), 1.0), ((2, 4, 512, 64), 4.0), ((1, 4, 512, 128), 1.0), ((1, 4, 300, 80), 1.0))
 RNG = (1234567, 3, 5)
 
+# rows, keys, warps, stages, registers. Candidates of --tune whose build for sm_90 spills little or nothing.
 BF16_TILES = dict(
-    forward=[(64, 128, 4, 2, 168), (128, 128, 8, 2, 0), (128, 128, 8, 2, 128), (64, 128, 4, 2, 0), (64, 128, 4, 3, 168),
-             (64, 64, 4, 2, 0), (64, 64, 4, 3, 0), (128, 64, 8, 2, 0), (128, 64, 8, 3, 128), (128, 64, 4, 2, 0),
-             (128, 64, 4, 3, 0)],
-    dq=[(128, 64, 8, 2, 128), (64, 64, 4, 2, 0), (64, 64, 4, 2, 128), (128, 64, 8, 2, 0), (128, 32, 8, 2, 128),
-        (64, 32, 4, 2, 128), (64, 128, 4, 2, 0), (128, 128, 8, 2, 0), (64, 64, 4, 3, 0), (64, 32, 4, 2, 0)],
-    dkdv=[(64, 64, 4, 2, 168), (64, 64, 4, 2, 0), (32, 64, 4, 2, 0), (32, 64, 4, 2, 128), (32, 128, 8, 2, 128),
-          (64, 128, 8, 2, 0), (128, 128, 8, 2, 0), (64, 128, 8, 2, 128), (64, 64, 4, 3, 168), (32, 128, 8, 2, 0)])
+    forward=[(64, 64, 4, 3, 128), (64, 64, 4, 2, 128), (64, 64, 4, 3, 0), (64, 64, 4, 1, 168), (128, 64, 8, 3, 128),
+             (128, 64, 8, 2, 128), (128, 64, 4, 3, 0), (128, 64, 8, 3, 0), (64, 128, 4, 2, 168), (64, 128, 4, 2, 0),
+             (64, 128, 4, 1, 168), (128, 128, 8, 2, 128), (128, 128, 8, 2, 0), (64, 64, 4, 2, 0)],
+    dq=[(64, 64, 4, 2, 128), (64, 64, 4, 3, 0), (64, 64, 4, 2, 0), (128, 64, 8, 2, 128), (64, 32, 4, 3, 128),
+        (64, 128, 4, 2, 0), (128, 64, 8, 2, 0), (64, 32, 4, 2, 168), (64, 64, 4, 1, 128), (64, 32, 4, 4, 128)],
+    dkdv=[(32, 64, 4, 3, 128), (32, 64, 4, 2, 128), (64, 64, 4, 2, 168), (64, 64, 4, 3, 168), (64, 64, 4, 2, 0),
+          (32, 128, 8, 2, 128), (64, 128, 8, 2, 0), (32, 64, 4, 2, 0), (64, 64, 4, 1, 168), (32, 64, 4, 4, 128),
+          (64, 64, 8, 2, 128), (32, 128, 8, 2, 0)])
 FP32_TILES = dict(
-    forward=[(64, 32, 4, 2, 0), (64, 64, 4, 2, 0), (128, 32, 8, 2, 0), (128, 32, 4, 2, 0), (128, 64, 8, 2, 0)],
-    dq=[(64, 32, 4, 2, 0), (64, 64, 4, 2, 0), (128, 32, 8, 2, 0), (64, 16, 4, 2, 0), (128, 64, 8, 2, 0)],
-    dkdv=[(32, 64, 4, 2, 0), (16, 64, 4, 2, 0), (32, 128, 8, 2, 0), (16, 64, 4, 2, 168)])
+    forward=[(64, 32, 4, 2, 0), (64, 64, 4, 2, 0), (64, 64, 4, 1, 0), (128, 32, 8, 2, 0), (64, 128, 4, 1, 0)],
+    dq=[(64, 32, 4, 2, 0), (64, 64, 4, 2, 0), (128, 32, 8, 2, 0), (64, 32, 4, 2, 128), (64, 32, 4, 1, 0)],
+    dkdv=[(32, 64, 4, 2, 0), (16, 64, 4, 2, 0), (32, 128, 8, 2, 0), (16, 64, 4, 2, 168), (32, 64, 4, 1, 0)])
 
 SWITCHES = [dict(backend=b) for b in ("flash_fa2", "flash_bf16", "stabilized", "flash_fp32")] + [
     dict(backend="flash_fp32", dots="ieee", tile_k=32), dict(backend="flash_fa2", scores="bf16"),
@@ -78,8 +80,9 @@ class Clock:
     def __init__(self):
         self.cache = torch.empty(1 << 30, dtype=torch.int8, device="cuda")
 
-    def one(self, call) -> float:
+    def one(self, call) -> tuple[torch.cuda.Event, torch.cuda.Event]:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(1_000_000)  # half a millisecond, so that the launches are queued before the call's turn comes
         self.cache.zero_()
         start.record()
         call()
@@ -158,52 +161,58 @@ def bench(args):
 
 
 def tune(args):
-    """Each kernel alone for each format: forward by key tile, then dQ with dK/dV fixed, then the other way round."""
+    """Each kernel for each format: forward by key tile, then dQ with dK/dV fixed, then the other way round."""
     end, clock = time.monotonic() + args.seconds, Clock()
     shape, rows = tuple(map(int, args.shapes.split(";")[0].split(","))), []
-    size, group = 64 if shape[3] <= 64 else 128, flash.GROUP_BYTES
     for name in args.arms.split(","):
-        spec, stats, dtype = arm(name)
-        backend = spec.backend
-        if stats or dtype != torch.bfloat16 or backend in ("sdpa", "standard"):
-            continue
-        qkv, do = tensors(shape, dtype)
-        key = (torch.cuda.get_device_capability()[0], size, spec.operands)
-        best = {}
-        for which in ("forward", "dq", "dkdv"):
-            if which != "forward" and backend == "stabilized":
+        spec, _, dtype = arm(name)
+        (q, k, v), do = tensors(shape, dtype)
+        q, k, v = (x.detach() for x in (q, k, v))
+        key, _ = flash.launch_for(spec, shape[3], q.device)
+        rng = torch.tensor(RNG, device="cuda")
+
+        def pair(spec, q=q, k=k, v=v, do=do, rng=rng):
+            """(forward, backward) without autograd, whose overhead is not the kernels'."""
+            o, lse, _, _ = flash.forward(q, k, v, rng, spec, False)
+            grad = do.to(o.dtype)
+            return (lambda: flash.forward(q, k, v, rng, spec, False),
+                    lambda: flash.backward(grad, q, k, v, o, lse, spec))
+
+        for which, candidates in (FP32_TILES if spec.operands == "fp32" else BF16_TILES).items():
+            if which != "forward" and spec.backend == "stabilized":
                 continue  # its backward pass is flash_bf16's
-            for values in (FP32_TILES if spec.operands == "fp32" else BF16_TILES)[which]:
+            found = []
+            for tile in (flash.Tile(*values) for values in candidates):
                 if time.monotonic() > end:
-                    print(f"stopped after {args.seconds} s before {backend} {which} {values}")
+                    print(f"stopped after {args.seconds} s before {name} {which} {tile}")
                     return write(args.out, tune=rows)
-                tile = flash.Tile(*values)
-                entry, slot = flash.LAUNCHES[key], (which, tile.keys if which == "forward" else 0)
-                own = AttentionSpec(backend=backend, tile_k=tile.keys) if which == "forward" else spec
-                flash.LAUNCHES[key] = (entry._replace(forward=entry.forward | {tile.keys: tile}) if which == "forward"
-                                       else entry._replace(**{which: tile}))
+                entry = flash.LAUNCHES[key]
+                own = AttentionSpec(spec.backend, tile_k=tile.keys) if which == "forward" else spec
+                flash.LAUNCHES[key] = entry._replace(
+                    **{which: entry.forward | {tile.keys: tile} if which == "forward" else tile})
                 try:
-                    (ms,) = clock.medians([passes(own, qkv, do)[1 if which == "forward" else 2]], 15)
+                    (ms,) = clock.medians([pair(own)[which != "forward"]], args.rounds)
                 except Exception as e:  # a configuration that does not fit is a result, too
-                    print(f"{backend} {which} {tile}: {type(e).__name__} {str(e)[:120]}")
-                    flash.LAUNCHES[key] = entry
+                    print(f"{name} {which} {tile}: {type(e).__name__} {str(e)[:120]}")
                     continue
-                rows.append(dict(backend=backend, D=shape[3], kernel=which, tile=str(tile), ms=ms))
-                print(f"{backend:11s} {which:8s} {tile!s:22s} {ms:7.3f} ms", flush=True)
-                if ms < best.get(slot, (float("inf"), None))[0]:
-                    best[slot] = (ms, tile)
-                flash.LAUNCHES[key] = entry
-            if which != "forward" and (which, 0) in best:
-                flash.LAUNCHES[key] = flash.LAUNCHES[key]._replace(**{which: best[which, 0][1]})
-        entry = flash.LAUNCHES[key]
-        flash.LAUNCHES[key] = entry._replace(forward=entry.forward | {k: t for (w, k), (_, t) in best.items()
-                                                                      if w == "forward"})
-        print(f"    {key}: {flash.LAUNCHES[key]},  # best for {backend}", flush=True)
+                finally:
+                    flash.LAUNCHES[key] = entry
+                rows.append(dict(arm=name, T=shape[2], D=shape[3], kernel=which, tile=str(tile), ms=ms))
+                found.append((ms, tile))
+            found.sort()
+            print(f"{name:12s} {which:8s}" + "  ".join(f"{tile} {ms:.3f}" for ms, tile in found), flush=True)
+            entry = flash.LAUNCHES[key]
+            best = {tile.keys: tile for _, tile in reversed(found)} if which == "forward" else found[0][1]
+            flash.LAUNCHES[key] = entry._replace(**{which: entry.forward | best if which == "forward" else best})
+        launch = flash.LAUNCHES[key]
+        table = ", ".join(f"{keys}: Tile{tuple(tile)}" for keys, tile in launch.forward.items())
+        print(f"    {key}: Launch({{{table}}}, Tile{tuple(launch.dq)}, Tile{tuple(launch.dkdv)}),  # {name}")
+        group = flash.GROUP_BYTES
         for megabytes in (4, 12, 24, 48, 4096):
             flash.GROUP_BYTES = megabytes << 20
-            times = clock.medians(list(passes(spec, qkv, do)[1:]), 15)
-            rows.append(dict(backend=backend, D=shape[3], kernel="both", group_megabytes=megabytes, ms=times))
-            print(f"{backend:11s} heads side by side: {megabytes:4d} MiB  {times[0]:.3f} {times[1]:.3f} ms", flush=True)
+            times = clock.medians(list(pair(spec)), args.rounds)
+            rows.append(dict(arm=name, T=shape[2], D=shape[3], kernel="both", group_megabytes=megabytes, ms=times))
+            print(f"{name:12s} heads side by side: {megabytes:4d} MiB  {times[0]:.3f} {times[1]:.3f} ms", flush=True)
         flash.GROUP_BYTES = group
     write(args.out, tune=rows)
 
