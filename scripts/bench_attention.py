@@ -263,6 +263,7 @@ def memory(args):
         needed = o.nbytes + sum(g.nbytes for g in grads) + 2 * 4 * B * H * T
         rows.append(dict(zip("BHTD", shape, strict=True)) | dict(backend=backend, extra=extra, needed=needed))
         print(f"{backend:13s} peak extra {extra / 2**20:8.1f} MiB, O + L + delta + gradients {needed / 2**20:8.1f} MiB")
+        del o, grads  # or the next backend's peak is measured from above them
     write(args.out, memory=rows)
 
 
