@@ -69,7 +69,9 @@ class Muon(torch.optim.Optimizer):
                                      "row blocks: it takes matrices whose row count the blocks divide")
 
     @torch.no_grad()
-    def step(self):
+    def step(self, skip: Tensor | None = None):
+        """skip: a boolean on the device; true leaves weights and state as they are, without this process waiting."""
+        skip = torch.zeros((), dtype=torch.bool) if skip is None else skip
         for group in self.param_groups:
             lr, momentum = group["lr"], group["momentum"]
             for p in group["params"]:
@@ -77,11 +79,14 @@ class Muon(torch.optim.Optimizer):
                     continue
                 if "momentum" not in self.state[p]:
                     self.state[p]["momentum"] = torch.zeros_like(p)
-                mean = self.state[p]["momentum"].lerp_(p.grad, 1 - momentum)
+                skip, old = skip.to(p.device), self.state[p]["momentum"]
+                mean = torch.where(skip, old, old.lerp(p.grad, 1 - momentum))
+                old.copy_(mean)
                 m, n = p.shape[0] // group["blocks"], p.shape[1]
                 direction = newton_schulz(p.grad.lerp(mean, momentum).view(-1, m, n), dtype=self.dtype)
-                p.mul_(1 - lr * group["weight_decay"])
-                p.add_(direction.view_as(p), alpha=-lr * 0.2 * math.sqrt(max(m, n)))
+                new = p * (1 - lr * group["weight_decay"])
+                new.add_(direction.view_as(p), alpha=-lr * 0.2 * math.sqrt(max(m, n)))
+                p.copy_(torch.where(skip, p, new))
 
 
 class Optimizers:
@@ -99,9 +104,14 @@ class Optimizers:
     def param_groups(self) -> list[dict]:
         return [group for optimizer in self.optimizers.values() for group in optimizer.param_groups]
 
-    def step(self):
+    def step(self, skip: Tensor | None = None):
+        """skip: a boolean on the device; true leaves everything as it is, decided there, so that nothing waits."""
         for optimizer in self.optimizers.values():
-            optimizer.step()
+            if isinstance(optimizer, Muon):
+                optimizer.step(skip)
+            else:  # the fused kernel's own switch, which a GradScaler uses
+                optimizer.grad_scale, optimizer.found_inf = None, None if skip is None else skip.float()
+                optimizer.step()
 
     def zero_grad(self):
         for optimizer in self.optimizers.values():

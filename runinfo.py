@@ -1,5 +1,6 @@
 """What a run says about itself: printed as its header and written to run.json, so that a report needs no memory."""
 
+import os
 import platform
 import subprocess
 import sys
@@ -88,7 +89,8 @@ def _runs(lines: list[str]):
 
 
 def _git() -> dict:
-    """The commit that runs, and whether tracked files differ from it; "unknown" outside a git checkout."""
+    """The commit that runs, and whether tracked files differ from it; outside a git checkout (a container, say) what
+    the environment's GIT_COMMIT says, or "unknown"."""
     def ask(*args):
         return subprocess.run(["git", *args], cwd=Path(__file__).parent, capture_output=True, text=True, timeout=10,
                               check=True).stdout.strip()
@@ -96,7 +98,7 @@ def _git() -> dict:
     try:
         return {"git_commit": ask("rev-parse", "HEAD"), "git_dirty": bool(ask("status", "--porcelain", "-uno"))}
     except (OSError, subprocess.SubprocessError):
-        return {"git_commit": "unknown", "git_dirty": False}
+        return {"git_commit": os.environ.get("GIT_COMMIT", "unknown"), "git_dirty": False}
 
 
 def _version(package: str) -> str | None:

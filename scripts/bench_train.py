@@ -26,7 +26,8 @@ from metrics import Metrics
 from plan import prepare
 from replay.order import OrderFile, Recorder
 from runinfo import describe_run, print_header
-from train import StopSignal, Trainer
+from stop import StopSignal
+from trainer import Trainer
 
 
 def seconds(work, device, repeats: int) -> float:
@@ -59,8 +60,6 @@ def measure(argv: list[str], steps: int) -> dict:
         def step(_):
             trainer.optimizer.set_lr(trainer.step)
             trainer.update(trainer.gradients())
-            trainer.optimizer.zero_grad()
-            trainer.step += 1
 
         seconds(step, device, 5)  # compilation and the allocator's first requests
         if device.type == "cuda":

@@ -39,7 +39,7 @@ MAY_IMPORT = {
     "plan": {"attention", "config", "checkpoint", "data", "model", "replay"},
     "runinfo": {"attention", "config"},
 }
-EVERYTHING = ("train", "scripts")
+EVERYTHING = ("train", "trainer", "scripts")
 
 
 def module_name(path: Path) -> str:

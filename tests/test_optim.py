@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._pytree import tree_leaves
 
 from config import Config
 from model import GPT, GPTConfig
@@ -46,6 +47,11 @@ def with_(**changes):
 
 def equal(a, b):
     return all(torch.equal(x, y) for x, y in zip(a.parameters(), b.parameters(), strict=True))
+
+
+def same(a, b):
+    """Whether nested states hold the same bits."""
+    return all(torch.equal(x, y) for x, y in zip(tree_leaves(a), tree_leaves(b), strict=True))
 
 
 # ---- schedule ----
@@ -344,3 +350,19 @@ def test_an_overflow_under_a_loss_scale_skips_every_optimizer_together():
         changed = [not torch.equal(a, b) for a, b in zip(before.parameters(), model.parameters(), strict=True)]
         assert not any(changed) if overflow else all(changed)
     assert scaler.get_scale() == 512
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_a_skipped_step_changes_nothing_and_a_step_that_may_skip_is_the_same_step(kind):
+    plain, guarded = gpt(), gpt()
+    ours, theirs = (build_optimizer(m, with_(optimizer=kind), "cpu") for m in (plain, guarded))
+    for step in range(3):
+        for model, optimizer, skip in ((plain, ours, None), (guarded, theirs, torch.tensor(False))):
+            set_gradients(model, step)
+            optimizer.step(skip)
+        before = saved([theirs.state_dict(), guarded.state_dict()])
+        for p in guarded.parameters():
+            p.grad.fill_(math.nan)
+        theirs.step(torch.tensor(True))
+        assert same([theirs.state_dict(), guarded.state_dict()], before)
+        assert equal(plain, guarded) and same(ours.state_dict(), theirs.state_dict())

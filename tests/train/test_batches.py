@@ -6,7 +6,7 @@ import torch
 
 import checkpoint
 import train
-from data.loader import open_tokens
+from data.loader import draw_offsets, open_tokens
 from replay.order import OrderFile
 
 
@@ -119,7 +119,7 @@ def test_tokens_and_validation_loss(runner):
     model = build(runner, attention="flash_fp32")
     model.load_state_dict(run.state["model"])
     tokens = open_tokens(runner.corpus, "val")
-    offsets = train.draw_offsets(tokens.n_tokens, 32, 6, 1337, "val", 0)
+    offsets = draw_offsets(tokens.n_tokens, 32, 6, 1337, "val", 0)
     with torch.no_grad():
         loss = np.mean([model(*tokens.batch(offsets[i:i + 2], 32))[1].item() for i in (0, 2, 4)])
     assert run.records[-1]["val_loss"] == pytest.approx(loss, rel=1e-6)
