@@ -40,23 +40,26 @@ CHOICES = {
     "kernel": ("auto", "triton", "emulated"),
 }
 
+FULL = 0  # tile_k: one tile of the whole sequence, no tiling
+
 _FLASH_BF16 = dict(operands="bf16", scores="bf16", probs="bf16", row_sum="fp32", pv="bf16", output="bf16",
-                   delta="do_o", stabilizer="none")
+                   delta="do_o", stabilizer="none", tile_k=128)
 PRESETS = {
     # nanoGPT without flash: materialised scores, softmax in FP32. Its roundings are autocast's, so it has no switches.
     "standard": dict(operands="bf16", scores="bf16", probs="bf16", row_sum="fp32", pv="fp32", output="bf16",
-                     delta="dp_p", stabilizer="none"),
+                     delta="dp_p", stabilizer="none", tile_k=FULL),
     # torch's fused kernels: a FlashAttention-2 class kernel on a GPU. Its roundings are torch's.
     "sdpa": dict(operands="bf16", scores="fp32", probs="bf16", row_sum="fp32", pv="fp32", output="bf16",
-                 delta="do_o", stabilizer="none"),
+                 delta="do_o", stabilizer="none", tile_k=FULL),
     "flash_bf16": _FLASH_BF16,  # the paper's low-precision arm, which fails
-    "flash_fa2": _FLASH_BF16 | dict(scores="fp32", pv="fp32"),  # what a FlashAttention-2 kernel rounds
-    "flash_fp32": _FLASH_BF16 | dict(operands="fp32", scores="fp32", probs="fp32", pv="fp32", output="fp32"),
+    # What a FlashAttention-2 kernel rounds. The key tile of this one and the next is the fastest one; P V and its sum
+    # are not rounded at its edges.
+    "flash_fa2": _FLASH_BF16 | dict(scores="fp32", pv="fp32", tile_k=64),
+    "flash_fp32": _FLASH_BF16 | dict(operands="fp32", scores="fp32", probs="fp32", pv="fp32", output="fp32", tile_k=64),
     "stabilized": _FLASH_BF16 | dict(stabilizer="capped"),  # flash_bf16 with P < 1 wherever maxima tie
 }
 BACKENDS = tuple(PRESETS)
 NO_SWITCHES = ("standard", "sdpa")
-FULL = 0  # tile_k: one tile of the whole sequence, no tiling
 
 
 @dataclass(frozen=True)
@@ -83,7 +86,7 @@ class AttentionSpec:
     lazy_threshold: float = 8 * math.log(2)  # stabilizer=lazy_max: keep the old maximum until it grows by this
     softcap: float = 0.0
     tile_q: int = 128
-    tile_k: int = 128  # FULL (0) turns tiling off; the tile decides where P V is rounded and where ties are seen
+    tile_k: int | None = None  # FULL (0) turns tiling off; it decides where P V is rounded and where ties are seen
     dots: str = "tf32x3"  # how a kernel multiplies FP32 operands; plain TF32 is not offered
     kernel: str = "auto"  # triton on a GPU, emulated elsewhere; named in the run header
 
