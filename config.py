@@ -188,7 +188,7 @@ def load(argv: list[str]) -> Config:
         return base
     import tyro  # here, so that reading a config file needs nothing but Python
 
-    return tyro.cli(Config, default=base, args=argv, config=(tyro.conf.FlagConversionOff,),
+    return tyro.cli(Config, default=base, args=argv, config=(tyro.conf.FlagConversionOff,), use_underscores=True,
                     prog="train.py [CONFIG.toml]",
                     description="Train GPT-2 with pluggable attention. The defaults shown are those of the config "
                                 "file, where one is named before the first flag.")

@@ -5,6 +5,7 @@ Collectives have a time limit, so a rank that died ends the others with an error
 
 import os
 import sys
+import time
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -73,6 +74,7 @@ class Group:
         self.control = None
         if not dist.is_initialized():
             return
+        time.sleep(0.1)  # or gloo's threads may still want the GIL, which its destructor holds as it waits for them
         try:
             if failed and self.device.type == "cuda":
                 dist.group.WORLD.abort()

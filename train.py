@@ -20,6 +20,7 @@ import distributed
 from checkpoint import CheckpointError, NonFiniteState
 from config import as_dict, load
 from data.loader import DataError
+from determinism import set_determinism
 from diagnostics.probes import probe
 from metrics import Metrics, MetricsError
 from optim import learning_rate
@@ -29,6 +30,7 @@ from runinfo import describe_run, print_header
 from stop import StopRequested, StopSignal
 from trainer import Readback, Trainer
 
+USER_ERRORS = (CheckpointError, MetricsError, OrderError, DataError)
 EXIT_USER, EXIT_NONFINITE, EXIT_SIGTERM = 2, 3, 143  # 143 = 128 + SIGTERM, as a shell reports it
 
 
@@ -132,7 +134,15 @@ def train(trainer: Trainer, info: dict) -> int:
         save()
         group.print(f"stopped by a signal at step {trainer.step}; saved to {out}, go on with --init_from=resume")
         code = EXIT_SIGTERM
+    except NonFiniteError:
+        code = EXIT_NONFINITE
+        raise
+    except USER_ERRORS:
+        code = EXIT_USER
+        raise
     finally:
+        with contextlib.suppress(RuntimeError):  # what ends the run is told by its own error
+            log.settle()
         if recorder:
             recorder.close()
         metrics.close(code)
@@ -148,11 +158,13 @@ def report(what: str, error: object, code: int, any_rank: bool = False) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit status: 0, EXIT_USER, EXIT_NONFINITE, EXIT_SIGTERM; 1 where another rank is gone; a traceback is a bug."""
+    """Exit status: 0, USER_ERRORS = (CheckpointError, MetricsError, OrderError, DataError)
+EXIT_USER, EXIT_NONFINITE, EXIT_SIGTERM; 1 where another rank is gone; a traceback is a bug."""
     stop, group, failed = StopSignal(), None, True
     try:
         config = load(sys.argv[1:] if argv is None else argv)
         plan = prepare(config)
+        set_determinism(config.seed, config.deterministic)  # before the first CUDA call, which init makes
         group = distributed.init(config.device, config.collective_timeout_s)
         check_ranks_agree(plan, group)
         trainer = Trainer(config, plan, group, stop)
@@ -165,7 +177,7 @@ def main(argv: list[str] | None = None) -> int:
         code = train(trainer, info)
         failed = False
         return code
-    except (CheckpointError, MetricsError, OrderError, DataError) as error:
+    except USER_ERRORS as error:
         return report("error", error, EXIT_USER, any_rank=True)
     except NonFiniteError as error:
         return report("stopped", error, EXIT_NONFINITE)
@@ -176,8 +188,6 @@ def main(argv: list[str] | None = None) -> int:
                       f"step {trainer.step} ({error}); its own message tells why. Go on with --init_from=resume", 1,
                       any_rank=True)
     finally:
-        if group.world_size > 1:
-            time.sleep(0.1)  # or gloo's threads may still want the GIL, which its destructor holds as it waits for them
         group.close(failed)
 
 

@@ -11,7 +11,7 @@ import distributed
 from attention import AttentionLayer
 from config import Config, as_dict
 from data.loader import draw_offsets
-from determinism import seed_microbatch, set_determinism
+from determinism import seed_microbatch
 from diagnostics.probes import explain_nonfinite
 from hf import load_pretrained
 from model import GPT
@@ -44,7 +44,7 @@ class Trainer:
     def __init__(self, config: Config, plan: Plan, group: distributed.Group, stop: StopSignal):
         self.config, self.plan, self.group, self.stop = config, plan, group, stop
         self.device = group.device
-        set_determinism(config.seed, config.deterministic)
+        torch.manual_seed(config.seed)  # the initial weights
         layers = [AttentionLayer(spec, i, config.seed) for i, spec in enumerate(plan.specs)]
         self.raw = GPT(plan.model_args, layers)
         if plan.state:
@@ -138,7 +138,7 @@ class Trainer:
                 self.scaler.step(self.optimizer)
             self.scaler.update()  # lowers the loss scale after an overflow, and readies it for the next step
             skip = skip | (self.scaler.get_scale() < before)
-        if self.config.qk_clip:
+        if self.config.qk_clip and not skip:
             self.raw.apply_qk_clip(self.group.max)
         self.optimizer.zero_grad()
         self.step += 1
@@ -146,12 +146,15 @@ class Trainer:
 
     def explain(self, step: int, loss: float, norm: float) -> str:
         """Which step, layer, head and backend; over the micro-batches of all ranks, so that rank 0 alone can tell."""
+        self.step = step
+        self.optimizer.zero_grad()
+        self.gradients()  # once more: those of the next step have replaced them
         rows = self.row(step).reshape(-1, self.config.batch_size)
         place = explain_nonfinite(self.raw, (self.read("train", row)[0] for row in rows), self.autocast)
-        last = checkpoint.latest(Path(self.config.out_dir))
-        return (f"step {step}: loss {loss}, gradient norm {norm}: {place}. Stopped before the update; the last "
-                f"good checkpoint is {last or 'none'}. Replay with another --attention, or go on past it with "
-                "--on_nonfinite=skip")
+        begun = self.config.init_from if self.config.init_from.endswith(".pt") else "none"
+        return (f"step {step}: loss {loss}, gradient norm {norm}: {place}. Stopped before the update; the last good "
+                f"checkpoint is {checkpoint.latest(Path(self.config.out_dir)) or begun}. Replay with another "
+                "--attention, or go on past it with --on_nonfinite=skip")
 
     @torch.no_grad()
     def evaluate(self) -> float:

@@ -22,6 +22,7 @@ import torch
 import checkpoint
 import distributed
 from config import as_dict, load
+from determinism import set_determinism
 from metrics import Metrics
 from plan import prepare
 from replay.order import OrderFile, Recorder
@@ -49,6 +50,7 @@ def measure(argv: list[str], steps: int) -> dict:
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         config = load([*argv, f"--out_dir={folder}/run", "--init_from=scratch"])
         plan = prepare(config)
+        set_determinism(config.seed, config.deterministic)
         group = distributed.init(config.device, config.collective_timeout_s)
         stack.callback(group.close)
         trainer = Trainer(config, plan, group, StopSignal())

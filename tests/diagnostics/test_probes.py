@@ -76,7 +76,7 @@ def reference(model: GPT, idx: torch.Tensor, tile: int, epsilon: float):
     return found
 
 
-@pytest.mark.parametrize("switches, tile", [({}, 16), ({"tile_k": 0}, T), ({"backend": "standard", "tile_k": 128}, T)])
+@pytest.mark.parametrize("switches, tile", [({}, 16), ({"tile_k": 0}, T), ({"backend": "standard", "tile_k": 0}, T)])
 def test_ties_and_maxima(switches, tile):
     """The share of tied rows is exact: which of them a tile sees tied is part of it."""
     model, idx = planted(**switches), tokens()

@@ -303,3 +303,16 @@ def test_a_row_costs_microseconds(tmp_path):
                 order.row(int(step))
             best_read = min(best_read, (time.perf_counter() - start) / len(part))
     assert best_write < 100e-6 and best_read < 100e-6  # 0.1 % of a step of 100 ms
+
+
+def test_a_growing_order_is_hashed_once(tmp_path, monkeypatch):
+    """The digest after each checkpoint is that of a fresh reading, and no row is read twice for it."""
+    path, read, row = tmp_path / "o", [], Recorder.row
+    monkeypatch.setattr(Recorder, "row", lambda self, step: read.append(step) or row(self, step))
+    with Recorder(path, HEADER) as recorder:
+        for step, offsets in enumerate(rows(9)):
+            recorder.append(step, offsets)
+            if step % 4 == 0:
+                assert recorder.sha256() == OrderFile(path).sha256()
+        assert read == list(range(9))
+        assert recorder.sha256(3) == OrderFile(path).sha256(3) and recorder.sha256() == OrderFile(path).sha256()

@@ -1,12 +1,14 @@
 """wandb beside a run, torch.compile under it, and the run's own account of itself."""
 
 import json
+import os
 import sys
 import types
 
 import pytest
 import torch
 
+import train
 from config import as_dict, load
 from metrics import to_json
 
@@ -97,3 +99,18 @@ def test_header(runner):
     record = run.records[1]
     assert {"step", "loss", "lr", "grad_norm", "tokens", "probe/ties/layer0", "probe/wq_norm/layer1"} <= record.keys()
     assert len(record["probe/ties_head/layer0"]) == len(record["probe/wq_norm_head/layer1"]) == 2
+
+
+def test_determinism_is_set_before_the_device_is_touched(runner, monkeypatch):
+    """cuBLAS reads its variable at the first CUDA call, and choosing the device is one."""
+    init, seen = train.distributed.init, []
+    torch.use_deterministic_algorithms(False)
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+
+    def spy(*args):
+        seen.append((torch.are_deterministic_algorithms_enabled(), os.environ.get("CUBLAS_WORKSPACE_CONFIG")))
+        return init(*args)
+
+    monkeypatch.setattr(train.distributed, "init", spy)
+    runner("run", max_iters=1)
+    assert seen == [(True, ":4096:8")]
