@@ -1,0 +1,89 @@
+"""What the modes of bench_attention.py share: naming what to time, its inputs, the clock and the file of results."""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+from attention import AttentionSpec
+
+DTYPES = ("bfloat16", "float16", "float32")
+RNG = (1234567, 3, 5)  # seed, layer and draw of stochastic rounding
+
+
+def parse_shapes(text: str) -> list[tuple[int, int, int, int]]:
+    """"B,H,T,D;..." -> [(B, H, T, D), ...]. Errors: ValueError with the item at fault."""
+    shapes = []
+    for item in text.split(";"):
+        numbers = item.split(",")
+        if len(numbers) != 4 or not all(n.strip().isdigit() and int(n) > 0 for n in numbers):
+            raise ValueError(f"--shapes item {item!r} is not B,H,T,D, four positive numbers (shapes separated by ';')")
+        shapes.append(tuple(map(int, numbers)))
+    return shapes
+
+
+def parse_arm(text: str) -> tuple[AttentionSpec, bool, torch.dtype]:
+    """BACKEND[@TILE_K][+stats][/DTYPE] -> spec, whether row statistics are asked for, dtype of the tensors.
+
+    Errors: ValueError with the part at fault.
+    """
+    rest, slash, dtype = text.partition("/")
+    rest, plus, stats = rest.partition("+")
+    backend, at, tile = rest.partition("@")
+    if (slash and dtype not in DTYPES) or (plus and stats != "stats") or (at and not tile.isdigit()):
+        raise ValueError(f"--arms item {text!r} is not BACKEND[@TILE_K][+stats][/DTYPE] with a DTYPE of "
+                         f"{', '.join(DTYPES)}")
+    spec = AttentionSpec(backend, **({"tile_k": int(tile)} if at else {}))
+    return spec, bool(plus), getattr(torch, dtype or "bfloat16")
+
+
+def tensors(shape, dtype, std=1.0, seed=0):
+    """q, k, v (leaves that share one packed tensor) and dO."""
+    B, H, T, D = shape
+    g = torch.Generator("cuda").manual_seed(seed)
+    packed = (torch.randn(B, T, 3, H, D, device="cuda", generator=g) * std).bfloat16().to(dtype)
+    do = torch.randn(B, T, H, D, device="cuda", generator=g).bfloat16().to(dtype).transpose(1, 2)
+    return [packed[:, :, i].transpose(1, 2).detach().requires_grad_() for i in range(3)], do
+
+
+class Clock:
+    """Medians of calls that take turns."""
+
+    def __init__(self):
+        self.cache = torch.empty(1 << 30, dtype=torch.int8, device="cuda")
+
+    def one(self, call) -> tuple[torch.cuda.Event, torch.cuda.Event]:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(1_000_000)  # half a millisecond, so that the launches are queued before the call's turn comes
+        self.cache.zero_()
+        start.record()
+        call()
+        end.record()
+        return start, end
+
+    def medians(self, calls: list, rounds: int) -> list[float]:
+        """ms of each call."""
+        for call in calls:
+            for _ in range(2):
+                call()
+        events = [[self.one(call) for call in calls] for _ in range(rounds)]
+        torch.cuda.synchronize()
+        return [statistics.median(start.elapsed_time(end) for start, end in turns)
+                for turns in zip(*events, strict=True)]
+
+
+def write(path, **content):
+    """Hardware, commit and versions, then `content`, as JSON."""
+    import triton
+
+    git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent)
+    commit = git.stdout.strip() if git.returncode == 0 else os.environ.get("GIT_COMMIT", "unknown")
+    head = dict(hardware=torch.cuda.get_device_name(), commit=commit,
+                versions=dict(python=sys.version.split()[0], torch=torch.__version__, triton=triton.__version__,
+                              cuda=torch.version.cuda))
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    Path(path).write_text(json.dumps(head | content, indent=1) + "\n")

@@ -1,0 +1,127 @@
+"""What to time is read as written, and the file of results is what its table says; timing itself needs a GPU."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+import scripts.bench_attention_common as common
+from attention import AttentionSpec, flash
+from attention.emulated import emulated
+from scripts.bench_attention import ARMS, SHAPES, errors, main, rows_of, table
+from scripts.bench_attention_check import CHECKED, SWITCHES
+from scripts.bench_attention_common import parse_arm, parse_shapes, write
+from scripts.bench_attention_tune import BF16_TILES, FP32_TILES, TUNED
+
+ROOT = Path(__file__).resolve().parents[2]
+COLUMNS = ["B", "H", "T", "D", "backend", "forward_ms", "backward_ms", "ratio_to_sdpa", "max_error",
+           "signed_mean_error"]
+
+
+@pytest.mark.parametrize("text, backend, tile_k, stats, dtype", [
+    ("sdpa", "sdpa", 0, False, torch.bfloat16), ("flash_fa2", "flash_fa2", 64, False, torch.bfloat16),
+    ("flash_bf16@64", "flash_bf16", 64, False, torch.bfloat16),
+    ("stabilized+stats", "stabilized", 128, True, torch.bfloat16),
+    ("flash_fp32@32+stats/float32", "flash_fp32", 32, True, torch.float32)])
+def test_arm(text, backend, tile_k, stats, dtype):
+    spec, found, kind = parse_arm(text)
+    assert (spec.backend, spec.tile_k, found, kind) == (backend, tile_k, stats, dtype)
+
+
+@pytest.mark.parametrize("text, words", [
+    ("flash", "no backend"), ("flash_fa2@x", "TILE_K"), ("flash_fa2+speed", "TILE_K"), ("sdpa/int8", "float32"),
+    ("flash_fa2@48", "tile_k=48"), ("", "no backend")])
+def test_bad_arm(text, words):
+    with pytest.raises(ValueError, match=words):
+        parse_arm(text)
+
+
+def test_shapes():
+    assert parse_shapes("1,2,3,4;5,6,7,8") == [(1, 2, 3, 4), (5, 6, 7, 8)]
+    for text in ("1,2,3", "1,2,3,4;", "1,2,3,x", "1,2,0,4"):
+        with pytest.raises(ValueError, match="B,H,T,D"):
+            parse_shapes(text)
+    assert len(parse_shapes(SHAPES)) == 5 and parse_arm(ARMS.split(",")[0])[0].backend == "sdpa"
+    assert all(parse_arm(name) for name in ARMS.split(","))
+
+
+@pytest.mark.parametrize("argv, words", [(["--arms=nothing"], "no backend"), (["--shapes=1,2"], "B,H,T,D"),
+                                         (["--tune", "--arms=sdpa"], "--arms=sdpa names others")])
+def test_bad_flags_are_said_before_a_gpu_is_asked_for(argv, words, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(argv)
+    assert stop.value.code == 2 and words in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize("argv", [[], ["--tune"], ["--check"], ["--memory"]])
+def test_no_gpu(argv, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit, match="needs a CUDA GPU"):
+        main(argv)
+
+
+def test_rows_and_table():
+    rows = rows_of((2, 3, 1024, 64), ["sdpa", "flash_fa2"], [(1e-2, 1e-7), (2e-2, -3e-7)], [(1.0, 3.0), (2.0, 4.0)])
+    assert [list(row) for row in rows] == [COLUMNS] * 2
+    assert [row["ratio_to_sdpa"] for row in rows] == [1.0, 1.5]
+    assert list(rows[1].values()) == [2, 3, 1024, 64, "flash_fa2", 2.0, 4.0, 1.5, 2e-2, -3e-7]
+    head, _, line = table(rows).splitlines()
+    assert head.split()[:3] == ["B,H,T,D", "backend", "fwd"]
+    work = 4 * 2 * 3 * 1024**2 * 64 / 2  # FLOP of the causal half
+    assert line.split() == ["2,3,1024,64", "flash_fa2", "2.000", "4.000", "1.500", f"{work / 2e9:.0f}",
+                            f"{2.5 * work / 4e9:.0f}", "2.00e-02", "-3.00e-07"]
+
+
+def test_errors_are_those_against_float64():
+    g = torch.Generator().manual_seed(0)
+    q, k, v = torch.randn(3, 2, 5, 40, 16, generator=g, dtype=torch.float64)
+    spec = AttentionSpec("flash_fp32", tile_k=16)
+    o = emulated(q, k, v, torch.zeros(3, dtype=torch.int64), spec.key, False)[0]
+    assert errors(o, (q, k, v))[0] < 1e-13
+    o[1, 3, 7, 2] -= 0.5
+    o[0, 4] += 9  # a head that is not looked at
+    largest, mean = errors(o, (q, k, v))
+    assert largest == pytest.approx(0.5) and mean == pytest.approx(-0.5 / (2 * 4 * 40 * 16))
+
+
+def test_file(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    write(tmp_path / "new" / "a.json", rows=[1])
+    found = json.loads((tmp_path / "new" / "a.json").read_text())
+    assert list(found) == ["hardware", "commit", "versions", "rows"] and found["rows"] == [1]
+    assert found["hardware"] == "a GPU" and found["versions"]["torch"] == torch.__version__
+
+    class NoCommits:
+        returncode, stdout = 128, "HEAD\n"  # git's answer in a repository without commits
+
+    monkeypatch.setattr(common.subprocess, "run", lambda *args, **kwargs: NoCommits)
+    monkeypatch.setenv("GIT_COMMIT", "1234abc")
+    write(tmp_path / "b.json", rows=[])
+    assert json.loads((tmp_path / "b.json").read_text())["commit"] == "1234abc"
+
+
+@pytest.mark.parametrize("name", ["bench_attention.json", "attention/bench_stats_fp32.json"])
+def test_committed_results(name):
+    found = json.loads((ROOT / "results" / name).read_text())
+    assert set(found) == {"hardware", "versions", "commit", "rows"} and len(found["commit"]) == 40
+    bases = {}
+    for row in found["rows"]:
+        assert list(row) == COLUMNS and all(math.isfinite(row[n]) for n in COLUMNS[5:])
+        total = row["forward_ms"] + row["backward_ms"]
+        base = bases.setdefault(tuple(row[n] for n in "BHTD"), total)
+        assert row["ratio_to_sdpa"] == pytest.approx(total / base) and parse_arm(row["backend"])
+        assert 0 < row["forward_ms"] < row["backward_ms"] and abs(row["signed_mean_error"]) <= row["max_error"]
+    assert found["rows"][0]["backend"].startswith("sdpa")
+
+
+def test_candidates_and_switches():
+    """A tile that appears twice costs GPU time, and a switch that is no spec costs the rest of the check."""
+    for tiles in (BF16_TILES, FP32_TILES):
+        for which, candidates in tiles.items():
+            assert which in flash.Launch._fields and len(set(candidates)) == len(candidates)
+            assert all(rows & (rows - 1) == keys & (keys - 1) == 0 for rows, keys, *_ in candidates)
+    assert len({AttentionSpec(**choice).key for choice in SWITCHES}) == len(SWITCHES)
+    assert {choice.get("backend") for choice in SWITCHES[:4]} == set(TUNED)
+    assert all(len(shape) == 4 and std > 0 for shape, std in CHECKED)
