@@ -29,7 +29,7 @@ def check(args):
             qkv, do = tensors(shape, torch.float32 if spec.operands == "fp32" else torch.bfloat16, std)
             with torch.no_grad():
                 qkv[0][:, :, -100:], qkv[1][:, :, :100] = 0.5, 0.5  # rows with equal maxima
-            rng, results = torch.tensor(RNG, device="cuda"), []
+            rng, results = torch.tensor(RNG, device=do.device), []
             for run in (flash.flash, emulated):
                 o, lse, ties, row_max = run(*qkv, rng, spec.key, True)
                 results.append([o, lse, *torch.autograd.grad(o, qkv, do.to(o.dtype)), ties, row_max])

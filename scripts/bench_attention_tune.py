@@ -34,7 +34,7 @@ def tune(args):
         (q, k, v), do = tensors(shape, dtype)
         q, k, v = (x.detach() for x in (q, k, v))
         key, _ = flash.launch_for(spec, shape[3], q.device)
-        rng = torch.tensor(RNG, device="cuda")
+        rng = torch.tensor(RNG, device=do.device)
 
         def pair(spec, q=q, k=k, v=v, do=do, rng=rng):
             """(forward, backward) without autograd, whose overhead is not the kernels'."""

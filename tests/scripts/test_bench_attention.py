@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
+import scripts.bench_attention as bench
+import scripts.bench_attention_check as check
 import scripts.bench_attention_common as common
 from attention import AttentionSpec, flash
 from attention.emulated import emulated
@@ -100,6 +102,54 @@ def test_file(tmp_path, monkeypatch):
     monkeypatch.setenv("GIT_COMMIT", "1234abc")
     write(tmp_path / "b.json", rows=[])
     assert json.loads((tmp_path / "b.json").read_text())["commit"] == "1234abc"
+
+
+def on_cpu(monkeypatch, module):
+    """The module's inputs on the CPU; what it asks of CUDA besides has an answer."""
+    def tensors(shape, dtype, std=1.0):
+        B, H, T, D = shape
+        g = torch.Generator().manual_seed(0)
+        qkv = [torch.randn(B, H, T, D, generator=g).mul(std).to(dtype).requires_grad_() for _ in range(3)]
+        return qkv, torch.randn(B, H, T, D, generator=g).to(dtype)
+
+    monkeypatch.setattr(module, "tensors", tensors)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a CPU")
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+
+
+def test_bench_writes_what_it_prints(tmp_path, monkeypatch, capsys):
+    class Clock:
+        def medians(self, calls, rounds):
+            for call in calls:
+                call()
+            return [float(i + 1) * rounds for i in range(len(calls))]
+
+    on_cpu(monkeypatch, bench)
+    monkeypatch.setattr(bench, "Clock", Clock)
+    main(["--shapes=1,2,40,16;2,1,20,16", "--arms=sdpa,flash_bf16@16+stats", "--rounds=2", f"--out={tmp_path / 'a'}"])
+    rows = json.loads((tmp_path / "a").read_text())["rows"]
+    assert [(row["T"], row["backend"], row["forward_ms"], row["backward_ms"]) for row in rows] == [
+        (T, *row) for T in (40, 20) for row in (("sdpa", 2.0, 4.0), ("flash_bf16@16+stats", 6.0, 8.0))]
+    assert rows[1]["ratio_to_sdpa"] == pytest.approx(14 / 6) and 1e-4 < rows[1]["max_error"] < 5e-2
+    assert table(rows[:2]) in capsys.readouterr().out
+
+
+def test_check_counts_entries_that_differ(tmp_path, monkeypatch):
+    def flash_with_one_wrong_entry(q, k, v, rng, key, stats):
+        o, *rest = emulated(q, k, v, rng, key, stats)
+        o = o.clone()
+        o[0, 0, 3, 1] += 1
+        return o, *rest
+
+    on_cpu(monkeypatch, check)
+    monkeypatch.setattr(check, "CHECKED", (((1, 2, 128, 64), 1.0),))
+    monkeypatch.setattr(check, "SWITCHES", [dict(backend="flash_fa2"), dict(stabilizer="paper", tile_k=32)])
+    monkeypatch.setattr(check.flash, "flash", flash_with_one_wrong_entry)
+    main(["--check", f"--out={tmp_path / 'a'}"])
+    for row in json.loads((tmp_path / "a").read_text())["check"]:
+        assert row["o"]["differ"] == 1 / (2 * 128 * 64) and row["o"]["mean"] > 0 and row["o"]["finite"]
+        assert all(row[name]["differ"] == row[name]["mean"] == 0 for name in ("dq", "dk", "dv", "lse", "ties"))
 
 
 @pytest.mark.parametrize("name", ["bench_attention.json", "attention/bench_stats_fp32.json"])
