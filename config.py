@@ -110,6 +110,7 @@ class Config:
     # Watching
     probe_interval: int = 0  # steps between probes of ties and W_Q norms; 0 is off
     probe_sequences: int = 2  # sequences of the step's first micro-batch that a probe reads
+    stop_when_failed: bool = False  # end the run, exit status 4, where it counts as failed (metrics.FailureRule)
     on_nonfinite: Literal["stop", "skip", "ignore"] = "stop"  # what a non-finite gradient does, before the update
 
     def __post_init__(self):

@@ -8,6 +8,7 @@ import math
 import os
 import secrets
 import sys
+from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from tqdm import tqdm
 
 from mirror import Wandb
 
-WINDOW, RISE = 50, 0.5  # of `step_of_failure`: logged losses in the running mean, nats
+WINDOW, RISE = 50, 0.5  # of `FailureRule`: logged losses in the running mean, nats
 _TO_JSON = {math.inf: "Infinity", -math.inf: "-Infinity"}
 _FROM_JSON = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
@@ -76,23 +77,33 @@ def read_run(run: str | Path) -> dict:
     return {}
 
 
-def step_of_failure(steps: Sequence[int], losses: Sequence[float]) -> int | None:
-    """The step at which a run counts as failed, or None. The one rule used everywhere:
+class FailureRule:
+    """When a run counts as failed; the one rule used everywhere, loss by loss as they are logged:
 
-    the first logged step whose loss is not finite, or at which the mean of the last 50 logged losses exceeds the
+    at the first logged loss that is not finite, or with which the mean of the last 50 logged losses exceeds the
     smallest such mean so far by more than 0.5 nats. Windows are full: before the 50th logged loss only the first half
     of the rule can apply.
     """
-    smallest = math.inf
-    for i, (step, loss) in enumerate(zip(steps, losses, strict=True)):
+
+    def __init__(self):
+        self.window, self.smallest = deque(maxlen=WINDOW), math.inf
+
+    def failed(self, loss: float) -> bool:
+        """Whether this logged loss, the next one in order, makes the run a failed one."""
+        self.window.append(loss)
         if not math.isfinite(loss):
-            return step
-        if i + 1 >= WINDOW:
-            mean = math.fsum(losses[i + 1 - WINDOW:i + 1]) / WINDOW
-            smallest = min(smallest, mean)
-            if mean > smallest + RISE:
-                return step
-    return None
+            return True
+        if len(self.window) < WINDOW:
+            return False
+        mean = math.fsum(self.window) / WINDOW
+        self.smallest = min(self.smallest, mean)
+        return mean > self.smallest + RISE
+
+
+def step_of_failure(steps: Sequence[int], losses: Sequence[float]) -> int | None:
+    """The logged step at which the run failed by `FailureRule`, or None."""
+    rule = FailureRule()
+    return next((step for step, loss in zip(steps, losses, strict=True) if rule.failed(loss)), None)
 
 
 class Metrics:

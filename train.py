@@ -22,7 +22,7 @@ from config import as_dict, load
 from data.loader import DataError
 from determinism import set_determinism
 from diagnostics.probes import probe
-from metrics import Metrics, MetricsError
+from metrics import RISE, WINDOW, FailureRule, Metrics, MetricsError, read_metrics
 from optim import learning_rate
 from plan import check_ranks_agree, prepare
 from replay.order import OrderError, Recorder
@@ -31,11 +31,15 @@ from stop import StopRequested, StopSignal
 from trainer import Readback, Trainer
 
 USER_ERRORS = (CheckpointError, MetricsError, OrderError, DataError)
-EXIT_USER, EXIT_NONFINITE, EXIT_SIGTERM = 2, 3, 143  # 143 = 128 + SIGTERM, as a shell reports it
+EXIT_USER, EXIT_NONFINITE, EXIT_FAILED, EXIT_SIGTERM = 2, 3, 4, 143  # 143 = 128 + SIGTERM, as a shell reports it
 
 
 class NonFiniteError(RuntimeError):
     """Training stopped before an update that would have put non-finite numbers into the weights."""
+
+
+class RunFailed(Exception):
+    """The loss exploded by metrics.FailureRule, and stop_when_failed asks to end the run there."""
 
 
 class StepLog:
@@ -44,13 +48,19 @@ class StepLog:
     def __init__(self, trainer: Trainer, metrics: Metrics):
         self.trainer, self.config, self.metrics = trainer, trainer.config, metrics
         self.waiting, self.steps, self.began = None, 0, time.perf_counter()
+        self.rule = FailureRule()
+        if self.config.init_from == "resume" and self.config.stop_when_failed:
+            for record in read_metrics(self.config.out_dir):
+                if record["step"] < trainer.step and "loss" in record:
+                    self.rule.failed(record["loss"])
 
     def add(self, record: dict, readback: Readback):
         """What is known of a step, and its numbers that the device may still be working on."""
         self.waiting = record, readback
 
     def settle(self):
-        """Finishes the step that waits, before anything follows from it. Errors: NonFiniteError, MetricsError."""
+        """Finishes the step that waits, before anything follows from it. Errors: NonFiniteError, MetricsError, and
+        RunFailed where that is asked for."""
         if not self.waiting:
             return
         (record, readback), self.waiting = self.waiting, None
@@ -66,6 +76,9 @@ class StepLog:
                        "tokens_per_s": self.steps * config.tokens_per_step / (now - self.began)}
             self.metrics.log(record if updated else record | {"skipped": True})
             self.steps, self.began = 0, now
+            if config.stop_when_failed and self.rule.failed(loss):
+                raise RunFailed(f"failed at step {step}: the mean of the last {WINDOW} logged losses is {RISE} above "
+                                "its minimum, or the loss is not finite")
 
     @contextlib.contextmanager
     def pause(self):
@@ -130,10 +143,15 @@ def train(trainer: Trainer, info: dict) -> int:
         save()
         code = 0
     except StopRequested:
-        log.settle()
+        with contextlib.suppress(RunFailed):
+            log.settle()
         save()
         group.print(f"stopped by a signal at step {trainer.step}; saved to {out}, go on with --init_from=resume")
         code = EXIT_SIGTERM
+    except RunFailed as failure:
+        save()
+        group.print(f"{failure}; saved to {out}")
+        code = EXIT_FAILED
     except NonFiniteError:
         code = EXIT_NONFINITE
         raise
@@ -141,7 +159,7 @@ def train(trainer: Trainer, info: dict) -> int:
         code = EXIT_USER
         raise
     finally:
-        with contextlib.suppress(RuntimeError):  # what ends the run is told by its own error
+        with contextlib.suppress(RuntimeError, RunFailed):  # what ends the run is told by its own error
             log.settle()
         if recorder:
             recorder.close()
@@ -158,8 +176,7 @@ def report(what: str, error: object, code: int, any_rank: bool = False) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit status: 0, USER_ERRORS = (CheckpointError, MetricsError, OrderError, DataError)
-EXIT_USER, EXIT_NONFINITE, EXIT_SIGTERM; 1 where another rank is gone; a traceback is a bug."""
+    """Exit status: 0, one of EXIT_*, or 1 where another rank is gone; a traceback is a bug."""
     stop, group, failed = StopSignal(), None, True
     try:
         config = load(sys.argv[1:] if argv is None else argv)
