@@ -66,16 +66,17 @@ class StepLog:
         (record, readback), self.waiting = self.waiting, None
         step, config = record["step"], self.config
         loss, norm, bad, updated = readback.numbers()
-        if bad and config.on_nonfinite == "stop":
-            raise NonFiniteError(self.trainer.explain(step, loss, norm))
+        stop = bad and config.on_nonfinite == "stop"
         self.steps += 1
-        if step % config.log_interval == 0 or "val_loss" in record or step + 1 == config.max_iters:
+        if stop or step % config.log_interval == 0 or "val_loss" in record or step + 1 == config.max_iters:
             now = time.perf_counter()
             record |= {"loss": loss, "lr": learning_rate(step, config), "grad_norm": norm,
                        "tokens": (step + 1) * config.tokens_per_step, "time": time.time(),
                        "tokens_per_s": self.steps * config.tokens_per_step / (now - self.began)}
             self.metrics.log(record if updated else record | {"skipped": True})
             self.steps, self.began = 0, now
+            if stop:
+                raise NonFiniteError(self.trainer.explain(step, loss, norm))
             if config.stop_when_failed and self.rule.failed(loss):
                 raise RunFailed(f"failed at step {step}: the mean of the last {WINDOW} logged losses is {RISE} above "
                                 "its minimum, or the loss is not finite")

@@ -6,14 +6,25 @@ import sys
 import time
 from pathlib import Path
 
+from checkpoint import checkpoints
+from metrics import read_run
+
 ROOT = Path(__file__).resolve().parents[1]
+RESULTS = (0, 3, 4)  # train.py's exit statuses that are an outcome: finished, non-finite, failed by the rule
+
+
+def outcome(run: Path) -> int | None:
+    """The exit status with which a run's last session ended, or None: not begun, still running, or killed."""
+    sessions = read_run(run).get("sessions", [])
+    return sessions[-1].get("exit_code") if sessions else None
 
 
 def run_arms(arms: dict[str, list[str]], folder: Path, parallel: int, gpus: int, say=print) -> dict[str, int]:
     """Runs `train.py ARGV --out_dir=folder/NAME` for each {NAME: ARGV}, at most `parallel` at a time, in order.
 
-    With several GPUs the arms take turns on them. What an arm prints goes to folder/NAME.log. Returns exit codes by
-    name; an arm that fails does not stop the others, since a failed arm may be the result.
+    An arm that has its outcome already is not run again, and one that was interrupted is resumed. With several GPUs
+    the arms take turns on them. What an arm prints goes to folder/NAME.log. Returns exit statuses by name; an arm that
+    fails does not stop the others, since a failed arm may be the result.
     """
     folder.mkdir(parents=True, exist_ok=True)
     waiting, running, codes, started = list(arms.items()), {}, {}, time.monotonic()
@@ -21,6 +32,11 @@ def run_arms(arms: dict[str, list[str]], folder: Path, parallel: int, gpus: int,
         while waiting or running:
             while waiting and len(running) < parallel:
                 name, argv = waiting.pop(0)
+                codes[name] = outcome(folder / name)
+                if codes[name] in RESULTS:
+                    continue
+                if checkpoints(folder / name):
+                    argv = [*argv, "--init_from=resume"]
                 environment = dict(os.environ)
                 if gpus > 1:
                     busy = [slot for _, slot, _ in running.values()]
@@ -28,7 +44,7 @@ def run_arms(arms: dict[str, list[str]], folder: Path, parallel: int, gpus: int,
                     environment["CUDA_VISIBLE_DEVICES"] = str(slot)
                 else:
                     slot = 0
-                log = open(folder / f"{name}.log", "w", encoding="utf-8")
+                log = open(folder / f"{name}.log", "a", encoding="utf-8")
                 command = [sys.executable, "train.py", *argv, f"--out_dir={folder / name}"]
                 log.write("$ " + " ".join(command) + "\n")
                 log.flush()

@@ -17,7 +17,7 @@ import torch
 
 from replay.order import OrderFile
 from scripts import compare
-from scripts.arms import run_arms
+from scripts.arms import RESULTS, run_arms
 
 RECORDED = "flash_bf16"
 ARMS = ("flash_bf16:delta=dp_p", "standard", "flash_fa2", "flash_fp32", "stabilized")
@@ -47,7 +47,7 @@ def main(argv: list[str] | None = None) -> int:
     name, first = argv_of(RECORDED, common)
     codes = run_arms({name: first}, args.out, 1, gpus)
     order = args.out / name / "order.bin"
-    if codes[name] not in (0, 3) or not order.exists():  # 3: stopped at a non-finite gradient, which is a result
+    if codes[name] not in RESULTS or not order.exists():
         print((args.out / f"{name}.log").read_text(encoding="utf-8")[-2000:], file=sys.stderr)
         return codes[name] or 1
     rows = OrderFile(order).rows  # fewer than --steps where the recorded run stopped early

@@ -27,7 +27,7 @@ TABLE = {
     "sdpa": ("bf16", "fp32", "bf16", "fp32", "fp32", "bf16", "do_o", "none", FULL),
     "flash_bf16": ("bf16", "bf16", "bf16", "fp32", "bf16", "bf16", "do_o", "none", 128),
     "flash_fa2": ("bf16", "fp32", "bf16", "fp32", "fp32", "bf16", "do_o", "none", 64),
-    "flash_fp32": ("fp32", "fp32", "fp32", "fp32", "fp32", "fp32", "do_o", "none", 64),
+    "flash_fp32": ("fp32", "fp32", "fp32", "fp32", "fp32", "fp32", "do_o", "none", 32),
     "stabilized": ("bf16", "bf16", "bf16", "fp32", "bf16", "bf16", "do_o", "capped", 128),
 }
 NAMES = ("operands", "scores", "probs", "row_sum", "pv", "output", "delta", "stabilizer", "tile_k")

@@ -1,0 +1,70 @@
+"""The isolation experiments' script: what it proposes, what it counts, and a run of it."""
+
+import json
+import math
+import sys
+from pathlib import Path
+
+import pytest
+
+from scripts.isolate import ARMS, interval, propose, row, summary
+from scripts.runs import Run
+
+
+def recorded(norms_by_layer) -> Run:
+    record = {"step": 100, "loss": 3.0} | {f"probe/wq_norm_head/layer{i}": n for i, n in enumerate(norms_by_layer)}
+    early = {"step": 0, "loss": 9.0, "probe/wq_norm_head/layer0": [99.0] * 12}
+    return Run(Path("."), True, {}, [early, record], "run")
+
+
+def test_the_papers_own_norms_give_its_layer_and_its_outlier_heads():
+    """Figure 3's norms; section 3.2 calls heads 1, 7, 8, 9, 11 and 12, from 1, outliers, and head 8 the worst."""
+    figure3 = [4.34, 2.68, 1.90, 2.67, 2.04, 2.66, 4.12, 6.27, 5.32, 1.74, 4.64, 5.39]
+    found = propose(recorded([[3.0] * 12, figure3, [2.0] * 12]))
+    assert (found["layer"], found["head"], found["heads"]) == (1, 7, [0, 6, 7, 8, 10, 11])
+
+
+def test_a_run_without_probes_is_refused():
+    with pytest.raises(ValueError, match="no probe/wq_norm_head values"):
+        propose(Run(Path("."), True, {}, [{"step": 0, "loss": 1.0}], "bare"))
+
+
+@pytest.mark.parametrize("failed, runs", [(0, 5), (3, 10), (10, 10), (1, 1)])
+def test_interval_solves_wilsons_equation(failed, runs):
+    """Its ends are the rates p at which the observed rate is 1.96 standard deviations of p away."""
+    for end, sign in zip(interval(failed, runs), (-1, 1), strict=True):
+        if 0 < end < 1:
+            assert (failed / runs - end) * -sign == pytest.approx(1.96 * math.sqrt(end * (1 - end) / runs))
+    assert interval(0, 5)[0] == 0 and interval(10, 10)[1] == 1 and interval(0, 0) == (0, 1)
+
+
+def test_unfinished_runs_are_counted_as_such():
+    rows = [{"arm": "pv_fp32", "failed": f} for f in (True, False, None)]
+    line = next(s for s in summary(rows) if s["arm"] == "pv_fp32")
+    assert (line["failed"], line["finished"], line["unfinished"], line["paper"]) == (1, 2, 1, "stable")
+    assert len(summary(rows)) == len(ARMS)
+
+
+def test_it_runs_and_goes_on_where_it_was(runner, corpus):
+    """Two arms after the first one; a second call runs nothing again, a lost outcome is made up for by resuming."""
+    flags = [a for a in runner.argv("unused") if not a.startswith(("--out_dir", "--dataset", "--max_iters"))]
+    command = [sys.executable, "scripts/isolate.py", "--config", "configs/cpu_flash_bf16.toml", "--dataset",
+               str(corpus), "--out", str(runner.root / "isolation"), "--seeds", "1", "--steps", "4", "--arms",
+               "delta_dp_p", "o_fp32_outlier_heads", *flags, "--probe_interval=2"]
+    out, err = runner.start(command).communicate(timeout=120)
+    folder = runner.root / "isolation"
+    found = json.loads((folder / "isolation.json").read_text())
+    assert [r["arm"] for r in found["rows"]] == ["flash_bf16", "delta_dp_p", "o_fp32_outlier_heads"], (out, err)
+    assert all(r["failed"] is False and r["last_step"] == 3 and r["wq_norm"] > 0 for r in found["rows"])
+    specs = json.loads((folder / "seed1/o_fp32_outlier_heads/run.json").read_text())["attention"]
+    assert "fp32_heads=" in specs[found["rows"][0]["layer"]]
+    assert "flash_bf16                fails      0 of 1" in out
+
+    header = folder / "seed1/delta_dp_p/run.json"
+    run = json.loads(header.read_text())
+    del run["sessions"][-1]["exit_code"]  # as a kill leaves it
+    header.write_text(json.dumps(run))
+    out, err = runner.start(command).communicate(timeout=120)
+    assert out.count("started") == 1 and "delta_dp_p: started" in out, (out, err)
+    assert json.loads((folder / "isolation.json").read_text()) == found
+    assert row("absent", 3, folder / "absent", None)["failed"] is None
