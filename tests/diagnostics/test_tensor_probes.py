@@ -33,7 +33,7 @@ def direct_scores(q, k, spec):
 
 
 def direct(s, v, spec):
-    """O of one sequence before its last rounding, by loops over tiles in NumPy with sums in float64."""
+    """O of one sequence before its last rounding, by loops over tiles in NumPy."""
     o, m, l = np.zeros((T, D)), np.full(T, -np.inf), np.zeros(T)
     for start in range(0, T, spec.tile_k):
         for t in range(start, T):
@@ -41,7 +41,7 @@ def direct(s, v, spec):
             new = max(m[t], row.max())
             p, a = np.exp(row - new), np.exp(m[t] - new)
             l[t], m[t] = l[t] * a + p.sum(), new
-            pv = bf16(p) @ v[start:start + spec.tile_k]
+            pv = np.float32(bf16(p) @ v[start:start + spec.tile_k])  # FP32 drops what would break a tie of two ones
             o[t] = bf16(bf16(o[t] * a) + bf16(pv)) if spec.pv == "bf16" else o[t] * a + pv
     return o / l[:, None]
 
