@@ -1,0 +1,153 @@
+"""The paper's figures from the numbers of a diagnosis and its scene; readable in black and white, axes with units."""
+
+from pathlib import Path
+
+from torch import Tensor
+
+from diagnostics.coherence import rank_one
+from diagnostics.precision import both
+from diagnostics.scene import Scene
+
+GREY, DARK = "0.7", "0.15"
+LINES = ("--", ":", "-.", (0, (5, 1, 1, 1, 1, 1)), (0, (1, 3)))
+
+
+def draw(scene: Scene, found: dict, folder: Path) -> list[Path]:
+    """Writes figure3.png ... figure13.png and returns their paths."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    paths = []
+    for number, make in ((3, _figure3), (4, _figure4), (5, _figure5), (6, _figure6), (11, _figure11),
+                         (12, _figure12), (13, _figure13)):
+        figure = make(plt, scene, found)
+        figure.suptitle(f"{found['name']}: layer {found['layer']}, head {found['head']}", fontsize=9)
+        paths.append(folder / f"figure{number}.png")
+        figure.savefig(paths[-1], dpi=130)
+        plt.close(figure)
+    return paths
+
+
+def _figure3(plt, scene, found):
+    figure, axis = plt.subplots(figsize=(6, 3), layout="constrained")
+    values = found["figure3"]["wq_norm"]
+    bars = axis.bar(range(len(values)), values, color=GREY, edgecolor="black")
+    bars[found["head"]].set(hatch="///", facecolor="white")
+    axis.bar_label(bars, fmt="%.2f", fontsize=7)
+    axis.set(xlabel=f"head of layer {found['layer']} (from 0)", xticks=range(len(values)),
+             ylabel=f"spectral norm of W_Q, step {found['figure3']['step']}")
+    return figure
+
+
+def _figure4(plt, scene: Scene, found):
+    four = found["figure4"]
+    steps = [f.step for f in scene.frames]
+    figure, grid = plt.subplots(2, 3, figsize=(11, 6), layout="constrained")
+    for line, step, token, b, top in zip(grid, *(four[k] for k in ("steps", "tokens", "sequences", "features")),
+                                         strict=True):
+        frame = scene.frames[steps.index(step)]
+        part = slice(b, b + 1)
+        pair = both(frame.q[part], frame.k[part], frame.v[part], scene.spec)
+        one = rank_one(pair.p, frame.k[part], frame.x[part])
+        for axis, image, title, y, x, marks in (
+                (line[0], one.pk, f"PK, step {step}", "token", "feature of the head", top["pk"]),
+                (line[1], one.x, "X", "token", "input feature", top["x"]),
+                (line[2], one.matrix(token), f"(PK)[T]^T X[T], T = {token}", "feature of the head", "input feature",
+                 top["x"])):
+            _image(figure, axis, image)
+            axis.set_title(f"{title}; largest columns {', '.join(map(str, marks))}", fontsize=8)
+            axis.set(xlabel=x, ylabel=y)
+            axis.plot(marks, [1.02] * len(marks), "kv", transform=axis.get_xaxis_transform(), clip_on=False,
+                      markersize=4)
+    return figure
+
+
+def _image(figure, axis, values: Tensor):
+    limit = max(values.abs().flatten().kthvalue(max(1, int(0.995 * values.numel()))).values.item(), 1e-300)
+    shown = axis.imshow(values, cmap="gray", vmin=-limit, vmax=limit, aspect="auto", interpolation="nearest")
+    figure.colorbar(shown, ax=axis)
+
+
+def _figure5(plt, scene, found):
+    a, bc = found["figure5a"], found["figure5bc"]
+    figure, axes = plt.subplots(3, 1, figsize=(7, 7), layout="constrained")
+    axes[0].plot(range(1, len(a["cumulative"]) + 1), a["cumulative"], "k.-")
+    for i in range(1, len(a["step"])):
+        if a["step"][i] != a["step"][i - 1]:
+            axes[0].axvline(i + 0.5, color=GREY, linestyle="--", linewidth=0.8)
+    axes[0].axhline(0, color=GREY, linewidth=0.8)
+    axes[0].set(xlabel=f"sequence, of checkpoints {', '.join(map(str, found['steps']))} in turn (dashed: the next)",
+                ylabel="cumulative sum of\ndelta_lp - delta_hp (loss)")
+    for axis, name, label in ((axes[1], "do", "dO (loss per unit of O)"),
+                              (axes[2], "o_error", "O_lp - O_hp (units of O)")):
+        axis.bar(range(len(bc[name])), bc[name], color=DARK)
+        axis.axhline(0, color="black", linewidth=0.6)
+        axis.set(xlabel=f"feature, at token {bc['token']}, step {bc['step']}", ylabel=label)
+    return figure
+
+
+def _figure6(plt, scene, found):
+    six = found["figure6"]
+    low, high = six["zoom"]
+    figure, axes = plt.subplots(3, 1, figsize=(7, 7), layout="constrained")
+    axes[0].plot(six["v"], color=GREY, label=f"V[t, {six['feature']}]", linewidth=0.9)
+    axes[0].plot(six["p"], "k-", linewidth=0.7, label=f"P[{six['token']}, t], 1 at the row maximum")
+    axes[0].legend(fontsize=7)
+    axes[0].set(ylabel="V (units of O) and P")
+    for axis, part in ((axes[1], slice(0, None)), (axes[2], slice(low, high + 1))):
+        error = six["prefix_error"][part]
+        positions = range(part.start, part.start + len(error))
+        axis.step(positions, error, "k-", where="post", linewidth=0.9)
+        marked = [t for t in six["ones"] if t in positions]
+        axis.plot(marked, [six["prefix_error"][t] for t in marked], "o", color="black", markerfacecolor="white",
+                  label="P rounds to 1")
+        axis.axhline(0, color=GREY, linewidth=0.6)
+        axis.set(ylabel="error of PV up to t\n(units of O, P = 1 at maximum)", xlabel="key position t")
+    axes[1].legend(fontsize=7)
+    return figure
+
+
+def _figure11(plt, scene, found):
+    eleven = found["figure11"]
+    kinds = eleven["norms"] | {"W_Q, largest head": eleven["wq_norm_largest_head"]}
+    figure, grid = plt.subplots(2, -(-len(kinds) // 2), figsize=(12, 6), layout="constrained")
+    for axis in grid.flat[len(kinds):]:
+        axis.axis("off")
+    for axis, (kind, values) in zip(grid.flat, kinds.items(), strict=False):
+        for layer in range(len(values[0])):
+            worst = layer == found["layer"]
+            axis.plot(eleven["steps"], [v[layer] for v in values], marker=".", color="black" if worst else GREY,
+                      linestyle="-" if worst else LINES[layer % len(LINES)], linewidth=2 if worst else 1,
+                      label=f"layer {layer}" if worst else None)
+        axis.set(xlabel="optimizer step", ylabel=f"spectral norm, {kind}")
+    for layer, series in eleven["logged_largest_head"].items():
+        axis.plot(*series, color="black" if layer == found["layer"] else GREY, linewidth=0.8)
+    grid.flat[0].legend(fontsize=7)
+    return figure
+
+
+def _figure12(plt, scene, found):
+    twelve = found["figure12"]
+    figure, axis = plt.subplots(figsize=(8, 3), layout="constrained")
+    axis.bar(range(len(twelve["delta_error"])), twelve["delta_error"], color=DARK, width=1.0)
+    axis.axhline(0, color="black", linewidth=0.6)
+    axis.set(xlabel=f"token of sequence {twelve['sequence']}, step {twelve['step']}",
+             ylabel="delta_lp - delta_hp (loss)", title=f"sum {twelve['sum']:+.2e}")
+    return figure
+
+
+def _figure13(plt, scene, found):
+    thirteen = found["figure13"]
+    rows = thirteen["rows_a_sequence"]
+    figure, axes = plt.subplots(2, 1, figsize=(7, 5), sharex=True, layout="constrained")
+    axes[0].plot(*thirteen["val_loss"], "k.-")
+    axes[0].set_ylabel("validation loss (nats/token)")
+    for (steps, share), style, label in ((thirteen["tied_share"], "k-", "all heads of the layer, logged"),
+                                         (thirteen["checkpoints"], "ks", "all heads of the layer, checkpoints"),
+                                         (thirteen["head"], "k^", "this head, checkpoints")):
+        axes[1].plot(steps, [s * rows for s in share], style, label=label, markerfacecolor="white")
+    axes[1].set(xlabel="optimizer step", ylabel=f"rows with rs > 1, of the {rows}\nof a head and sequence")
+    axes[1].legend(fontsize=7)
+    return figure

@@ -1,0 +1,159 @@
+"""The paper's chain in a run of yours: python scripts/diagnose.py RUN [--steps a:b] [--layer L --head H] [--out DIR]
+
+Takes a run's checkpoints and the order of its batches, finds the worst head by itself (the largest spectral norm of
+W_Q; among nearly equal ones, the most ties), runs a few of the recorded sequences through each checkpoint, and writes
+figures 3, 4, 5, 6, 11, 12 and 13 of arXiv 2510.04212 as PNG, their numbers as diagnosis.json, what they say in
+diagnosis.md, and the tensors behind them as scene.npz. --scene FILE does the same from such a file, without the run.
+"""
+
+import argparse
+import dataclasses
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that the script runs from anywhere
+
+import torch
+
+import checkpoint
+from attention import AttentionLayer
+from config import ConfigError, from_dict
+from data.loader import draw_offsets
+from diagnostics.diagnosis import diagnose
+from diagnostics.figures import draw
+from diagnostics.precision import head_spec
+from diagnostics.scene import Scene, capture, load, save, survey, worst_head
+from diagnostics.words import words
+from metrics import MetricsError, read_metrics, to_json
+from model import GPT
+from plan import Plan, prepare
+from replay.order import OrderFile
+
+
+def open_run(run: Path, dataset: str | None = None) -> tuple:
+    """(config, plan) of a finished or running run, its data and order checked against each other. Errors: ValueError,
+    CheckpointError."""
+    config = from_dict(checkpoint.load_latest(run)["config"], str(run))
+    own = run / "order.bin"
+    order = own if own.is_file() else config.replay
+    config = dataclasses.replace(config, out_dir=str(run), init_from="resume", dataset=dataset or config.dataset,
+                                 replay=str(order or ""), record=own.is_file())
+    if order:
+        with OrderFile(order) as file:
+            config = dataclasses.replace(config, max_iters=max(1, file.rows))
+    plan = prepare(config)
+    plan.state = None  # each checkpoint is loaded in its turn
+    return config, plan
+
+
+def chosen(run: Path, steps: str) -> list[Path]:
+    """Checkpoints with a step of a:b, both ends included and optional. Errors: ConfigError."""
+    first, colon, last = steps.partition(":")
+    if not colon or not all(part == "" or part.isdecimal() for part in (first, last)):
+        raise ConfigError(f"--steps={steps} is not a:b, two step numbers of which either may be left out")
+    paths = checkpoint.checkpoints(run)
+    at = [int(path.stem.split("_")[1]) for path in paths]
+    found = [path for path, step in zip(paths, at, strict=True)
+             if int(first or 0) <= step <= (int(last) if last else step)]
+    if not found:
+        raise ConfigError(f"{run} has no checkpoint in --steps={steps}; it has {', '.join(map(str, at)) or 'none'}")
+    return found
+
+
+def capture_run(run: Path, steps: str = ":", layer: int | None = None, head: int | None = None, sequences: int = 4,
+                device: str = "cpu", dataset: str | None = None) -> Scene:
+    """The scene of a run: see `Scene`. A checkpoint of step s, which is the state before step s, reads the first
+    `sequences` of that step's recorded row (the end of the run: of the last row). Errors as `open_run`."""
+    paths = chosen(run, steps)
+    config, plan = open_run(run, dataset)
+    if (layer is None) != (head is None):
+        raise ConfigError("give both --layer and --head, or neither to have them found")
+    if layer is not None and not (0 <= layer < config.n_layer and 0 <= head < config.n_head):
+        raise ConfigError(f"--layer={layer} --head={head} is outside layers 0..{config.n_layer - 1}, heads "
+                          f"0..{config.n_head - 1}")
+    layers = [AttentionLayer(spec, i, config.seed) for i, spec in enumerate(plan.specs)]
+    model = GPT(plan.model_args, layers).to(device)
+    dtype = getattr(torch, config.dtype)
+    autocast = torch.autocast(torch.device(device).type, dtype, enabled=dtype != torch.float32)
+    surveys, frames = [], []
+    for path in reversed(paths):  # the last one says which head to keep
+        state = checkpoint.load(path)
+        step = state["step"]
+        model.load_state_dict(checkpoint.strip_prefixes(state["model"]))
+        x, y = (t.to(device) for t in plan.tokens["train"].batch(_row(config, plan, step)[:sequences],
+                                                                 config.block_size))
+        surveys.append(survey(model, x, autocast, step))
+        if layer is None:
+            layer, head = worst_head(surveys[0])
+        frames.append(capture(model, x, y, autocast, layer, head, step, len(x) / config.sequences_per_step))
+    return Scene(config.wandb_run_name or run.resolve().name, layer, head, head_spec(plan.specs[layer], head),
+                 config.sequences_per_step, surveys[::-1], frames[::-1], _history(run, config.n_layer))
+
+
+def _row(config, plan: Plan, step: int):
+    if plan.order:
+        return plan.order.row(min(step, plan.order.rows - 1))
+    return draw_offsets(plan.header.n_tokens, config.block_size, config.sequences_per_step, config.seed, "train", step)
+
+
+def _history(run: Path, n_layer: int) -> dict:
+    records = read_metrics(run)
+
+    def series(key):
+        found = [(r["step"], r[key]) for r in records if r.get(key) is not None]
+        return [[step for step, _ in found], [value for _, value in found]]
+
+    probed = [f"{name}/layer{i}" for name in ("ties", "wq_norm") for i in range(n_layer)]
+    return {"val_loss": series("val_loss"), **{name: series(f"probe/{name}") for name in probed}}
+
+
+def write(scene: Scene, out: Path) -> dict:
+    """diagnosis.json, diagnosis.md and the PNGs, in `out`; returns the numbers."""
+    found = diagnose(scene)
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "diagnosis.json").write_text(to_json(found, indent=1) + "\n", encoding="utf-8")
+    figures = draw(scene, found, out)
+    pictures = "".join(f"\n![{path.stem}]({path.name})\n" for path in figures)
+    (out / "diagnosis.md").write_text(words(found) + pictures, encoding="utf-8")
+    return found
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Exit status: 0, or 2 with one sentence for what a user can change."""
+    parser = argparse.ArgumentParser(prog="diagnose.py", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", nargs="?", metavar="RUN", help="a run's out_dir with checkpoints")
+    parser.add_argument("--scene", metavar="FILE", help="a scene.npz instead of a run")
+    parser.add_argument("--steps", default=":", metavar="a:b", help="checkpoints of steps a to b; default all")
+    parser.add_argument("--layer", type=int, help="with --head, instead of the worst one; both count from 0")
+    parser.add_argument("--head", type=int)
+    parser.add_argument("--sequences", type=int, default=4, help="of each step's recorded row; default 4")
+    parser.add_argument("--out", metavar="DIR", help="default: RUN/diagnosis, or the scene's folder")
+    parser.add_argument("--dataset", metavar="DIR", help="the run's corpus, where it has moved")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu or cuda")
+    args = parser.parse_args(argv)
+    try:
+        if bool(args.run) == bool(args.scene):
+            raise ConfigError("give a RUN or --scene FILE, one of them")
+        if args.sequences < 1:
+            raise ConfigError(f"--sequences={args.sequences} must be at least 1")
+        if args.device.startswith("cuda") and not torch.cuda.is_available():
+            raise ConfigError(f"--device={args.device}, but torch sees no GPU; use --device=cpu")
+        if args.scene:
+            scene, out = load(args.scene), Path(args.out or Path(args.scene).parent)
+        else:
+            out = Path(args.out or Path(args.run) / "diagnosis")
+            scene = capture_run(Path(args.run), args.steps, args.layer, args.head, args.sequences, args.device,
+                                args.dataset)
+            save(scene, out / "scene.npz")
+        write(scene, out)
+    except (ValueError, OSError, checkpoint.CheckpointError, MetricsError) as error:
+        print(f"diagnose.py: error: {error}", file=sys.stderr)
+        return 2
+    print((out / "diagnosis.md").read_text(encoding="utf-8").split("\n\nRounding of")[0])
+    print(f"\nwritten to {out}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

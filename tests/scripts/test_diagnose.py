@@ -1,0 +1,250 @@
+"""A tiny run, diagnosed end to end; what the JSON says is computed again from the model, step by step."""
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import checkpoint
+from attention import AttentionLayer, AttentionSpec
+from attention.rounding import round_bf16
+from diagnostics import scene as scenes
+from model import GPT, GPTConfig
+from replay.order import OrderFile
+from scripts import diagnose
+
+ROOT = Path(__file__).resolve().parents[2]
+FLAGS = dict(device="cpu", dtype="float32", compile=False, n_layer=2, n_head=2, n_embd=32, block_size=64, batch_size=4,
+             gradient_accumulation_steps=2, max_iters=12, warmup_iters=2, learning_rate=2e-2, eval_interval=4,
+             eval_iters=2, checkpoint_interval=4, keep_checkpoints=3, probe_interval=4, attention="flash_bf16",
+             tile_k=32, record=True, seed=3)
+FIGURES = {f"figure{n}.png" for n in (3, 4, 5, 6, 11, 12, 13)}
+N, S, T, D = 3, 8, 64, 16  # sequences asked for and of a step, tokens, head size
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Path:
+    """A run of 12 steps with checkpoints at 4, 8 and 12, in a process of its own: training sets signals and flags."""
+    root = tmp_path_factory.mktemp("diagnose")
+    draw, corpus = random.Random(7), root / "tiny"
+    words = ["".join(draw.choices("etaoinshrdlu", k=draw.randint(2, 8))) for _ in range(30)]
+    corpus.mkdir()
+    for split, tokens in (("train", 20_000), ("val", 2_000)):
+        text = " ".join(draw.choices(words, k=tokens))[:tokens].encode()
+        (corpus / f"{split}.bin").write_bytes(np.frombuffer(text, dtype=np.uint8).astype("<u2").tobytes())
+    splits = {split: {"tokens": len(raw := (corpus / f"{split}.bin").read_bytes()) // 2,
+                      "sha256": hashlib.sha256(raw).hexdigest()} for split in ("train", "val")}
+    meta = {"tokenizer": "bytes", "vocab_size": 256, "dtype": "uint16", "splits": splits}
+    (corpus / "meta.json").write_text(json.dumps(meta))
+    flags = [f"--{k}={v}" for k, v in (FLAGS | {"out_dir": root / "run", "dataset": corpus}).items()]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run([sys.executable, "train.py", *flags], cwd=ROOT, env=environment, capture_output=True,
+                          text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return root / "run"
+
+
+@pytest.fixture(scope="module")
+def diagnosed(run) -> tuple[Path, dict]:
+    assert diagnose.main([str(run), "--sequences", str(N), "--device", "cpu"]) == 0
+    out = run / "diagnosis"
+    return out, json.loads((out / "diagnosis.json").read_text())
+
+
+def direct(run: Path, step: int, layer: int, head: int):
+    """One layer's q, k, v, x and dO of the recorded row, in the model that checkpoint `step` holds: autograd alone."""
+    state = checkpoint.load(run / f"ckpt_{step:08d}.pt")
+    spec = AttentionSpec("flash_bf16", tile_k=32)
+    model = GPT(GPTConfig(**state["model_args"]), [AttentionLayer(spec, i) for i in range(2)])
+    model.load_state_dict(state["model"])
+    with OrderFile(run / "order.bin") as order:
+        offsets = order.row(min(step, order.rows - 1))[:N]
+    data = np.fromfile(run.parent / "tiny" / "train.bin", dtype="<u2").astype(np.int64)
+    x, y = (torch.from_numpy(np.stack([data[o + s:o + s + T] for o in offsets])) for s in (0, 1))
+    block, seen = model.transformer.h[layer], {}
+
+    def attend(q, k, v):
+        seen.update(q=q, k=k, v=v, o=block.attn.attend.__class__.forward(original, q, k, v))
+        seen["o"].retain_grad()
+        return seen["o"]
+
+    original = block.attn.attend
+    block.attn.attend.forward = attend
+    block.ln_1.register_forward_hook(lambda _m, _a, out: seen.__setitem__("x", out))
+    loss = model(x, y)[1] * N / S
+    loss.backward()
+    picked = {n: round_bf16(seen[n][:, head].detach()) for n in "qkv"} | {"do": round_bf16(seen["o"].grad[:, head])}
+    return picked | {"x": seen["x"].detach(), "o": seen["o"][:, head].detach(), "tokens": x,
+                     "wq": model.transformer.h[layer].attn.c_attn.weight.detach()[head * D:(head + 1) * D],
+                     "weights": [b.attn.c_attn.weight.detach().numpy() for b in model.transformer.h]}
+
+
+def test_the_worst_head_and_the_captured_tensors(run, diagnosed):
+    """Largest W_Q norm by SVD names the head; every tensor of the scene is what a plain forward and backward gives."""
+    out, found = diagnosed
+    scene = scenes.load(out / "scene.npz")
+    assert found["steps"] == [4, 8, 12] and (found["layer"], found["head"]) == (scene.layer, scene.head)
+    for frame in scene.frames:
+        expected = direct(run, frame.step, scene.layer, scene.head)
+        for name in ("tokens", "q", "k", "v", "do", "o", "x", "wq"):
+            assert torch.equal(getattr(frame, name), expected[name]), (frame.step, name)
+    norms = np.array([[np.linalg.svd(w[h * D:(h + 1) * D].astype(np.float64), compute_uv=False)[0] for h in range(2)]
+                      for w in expected["weights"]])
+    assert norms[scene.layer, scene.head] >= 0.95 * norms.max()
+    assert found["figure3"]["wq_norm"] == pytest.approx(norms[scene.layer], rel=1e-9)
+    assert scene.sequences_per_step == S and not torch.equal(scene.frames[0].wq, scene.frames[1].wq)
+
+
+def test_numbers_are_those_of_a_direct_computation(run, diagnosed):
+    """Delta's error, ties, the error of dW_Q and figure 6, from the run's own stored O and NumPy in float64."""
+    found = diagnosed[1]
+    layer, head = found["layer"], found["head"]
+    errors = []
+    for i, step in enumerate(found["steps"]):
+        t = {n: (x.double() if torch.is_tensor(x) else x) for n, x in direct(run, step, layer, head).items()}
+        s = round_bf16(round_bf16((t["q"].float() @ t["k"].float().mT).double()) / D**0.5)
+        s = s.masked_fill(~torch.ones(T, T).tril().bool(), -torch.inf)
+        pbar = (s - s.amax(-1, keepdim=True)).exp()
+        p = pbar / pbar.sum(-1, keepdim=True)
+        delta_error = (t["do"] * (t["o"] - p @ t["v"])).sum(-1)
+        errors.append(delta_error)
+        tied = ((s == s.amax(-1, keepdim=True)).sum(-1) > 1).double().mean().item()
+        assert found["ties"][i]["share"]["exact"] == pytest.approx(tied, abs=0.02)
+        assert found["captured_equals_emulated"][i] > 0.999
+        assert found["shares"][i]["sum"] == pytest.approx(delta_error.sum().item(), rel=0.02, abs=1e-8)
+        assert found["figure5a"]["per_step"][i] == pytest.approx(found["shares"][i]["sum"] * S / N)
+        error = torch.einsum("bt,btd,btc->dc", delta_error, p @ t["k"], t["x"]) / D**0.5
+        assert found["coherence"]["error"][i]["norm"] == pytest.approx(error.norm().item(), rel=0.02)
+    assert sum(found["figure5a"]["sum"]) == pytest.approx(sum(e.sum().item() for e in errors), rel=0.02, abs=1e-8)
+    assert found["figure5a"]["cumulative"][-1] == pytest.approx(sum(found["figure5a"]["sum"]), abs=1e-15)
+    bc, six = found["figure5bc"], found["figure6"]
+    b, token, feature = bc["sequence"], bc["token"], six["feature"]
+    assert bc["delta_error"] == pytest.approx(errors[-1][b, token].item(), rel=0.01)
+    assert bc["do"] == t["do"][b, token].tolist()
+    assert sum(bc["product"]) == pytest.approx(bc["delta_error"], rel=1e-4)
+    assert feature == int(np.argmax(bc["product"]))
+    assert found["figure12"]["delta_error"] == pytest.approx(errors[-1][b].tolist(), rel=0.02, abs=1e-9)
+    assert six["p"] == pytest.approx(pbar[b, token, :token + 1].tolist(), rel=1e-9)
+    assert six["v"] == t["v"][b, :token + 1, feature].tolist()
+    low = torch.cumsum(round_bf16(pbar[b, token, :token + 1]) * t["v"][b, :token + 1, feature], 0)
+    high = torch.cumsum(pbar[b, token, :token + 1] * t["v"][b, :token + 1, feature], 0)
+    assert six["prefix_error"] == pytest.approx((round_bf16(low.float()).double() - high).tolist(), abs=1e-6)
+    assert six["ones"] == (round_bf16(pbar[b, token]) == 1).nonzero()[:, 0].tolist()
+
+
+def test_series_are_those_of_the_log(run, diagnosed):
+    """Figures 11 and 13 take the run's own log, and norms at checkpoints by SVD."""
+    found = diagnosed[1]
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    for name, key in (("val_loss", "val_loss"), ("tied_share", f"probe/ties/layer{found['layer']}")):
+        series = [[r[k] for r in records if key in r] for k in ("step", key)]
+        assert found["figure13"][name] == series
+        assert len(found["figure13"][name][0]) >= 3
+    assert found["figure11"]["logged_largest_head"]["1"][0] == [0, 4, 8]
+    weight = checkpoint.load(run / "ckpt_00000008.pt")["model"]["transformer.h.1.attn.c_attn.weight"].double().numpy()
+    assert found["figure11"]["norms"]["W_K"][1][1] == pytest.approx(np.linalg.svd(weight[32:64])[1][0], rel=1e-9)
+
+
+def test_what_is_written(run, diagnosed, tmp_path, capsys):
+    """All files; the page says layer, head and the numbers; the scene alone gives the same, byte for byte."""
+    out, found = diagnosed
+    assert {p.name for p in out.iterdir()} == FIGURES | {"diagnosis.json", "diagnosis.md", "scene.npz"}
+    page = (out / "diagnosis.md").read_text()
+    assert f"layer {found['layer']}, head {found['head']}" in page and f"{found['shares'][-1]['sum']:+.2e}" in page
+    assert f"{found['ties'][-1]['share']['one']:.1%} of rows have several P = 1" in page
+    assert all(f"]({name})" in page for name in FIGURES)
+    assert diagnose.main(["--scene", str(out / "scene.npz"), "--out", str(tmp_path / "again")]) == 0
+    for name in ("diagnosis.json", "diagnosis.md"):
+        assert (tmp_path / "again" / name).read_bytes() == (out / name).read_bytes()
+    assert {p.name for p in (tmp_path / "again").iterdir()} == FIGURES | {"diagnosis.json", "diagnosis.md"}
+    assert "Ties." in capsys.readouterr().out
+
+
+def test_a_model_of_many_layers(diagnosed, tmp_path):
+    """Twelve layers of twelve heads, one step, nothing logged and no ties: every figure is drawn all the same."""
+    scene = scenes.load(diagnosed[0] / "scene.npz")
+    one = scene.surveys[-1]
+    wide = dataclasses.replace(one, head_norms=[[[1.0] * 12] * 3] * 12, qk_entropy=[[2.0] * 12] * 12,
+                               ties=[[0.0] * 12] * 12, matrix_norms={k: [1.0] * 12 for k in one.matrix_norms})
+    spread = torch.arange(T).float()[None, :, None] * 50 - 1000
+    frame = dataclasses.replace(scene.frames[-1], q=torch.full((N, T, D), 0.5), k=spread.expand(N, T, D))
+    found = diagnose.write(dataclasses.replace(scene, layer=11, head=11, surveys=[wide], frames=[frame], history={}),
+                           tmp_path)
+    assert {p.name for p in tmp_path.iterdir()} == FIGURES | {"diagnosis.json", "diagnosis.md"}
+    assert found["ties"][0]["share"] == {"exact": 0.0, "epsilon": 0.0, "one": 0.0}
+    assert found["ties"][0]["places"]["mean_distance"] is None and found["ties"][0]["tokens"] == []
+
+
+def test_choices(run, tmp_path):
+    """--steps takes a part of the ring, one checkpoint alone included; --layer and --head are obeyed."""
+    command = [str(run), "--steps", "5:8", "--layer", "0", "--head", "1", "--sequences", "1", "--out", str(tmp_path)]
+    assert diagnose.main(command) == 0
+    found = json.loads((tmp_path / "diagnosis.json").read_text())
+    assert (found["steps"], found["layer"], found["head"], found["sequences"]) == ([8], 0, 1, 1)
+    assert found["coherence"]["growth"] == [] and found["figure4"]["steps"] == [8, 8]
+    assert "Growth" not in (tmp_path / "diagnosis.md").read_text()
+
+
+def test_user_errors(run, tmp_path, capsys):
+    """One sentence and status 2, with the values at fault."""
+    (tmp_path / "no.npz").write_bytes(b"nothing")
+    for command, message in (
+            ([], "give a RUN or --scene FILE"), ([str(run), "--scene", "x"], "give a RUN or --scene FILE"),
+            ([str(run), "--steps", "5:7"], "has no checkpoint in --steps=5:7; it has 4, 8, 12"),
+            ([str(run), "--steps", "x"], "--steps=x is not a:b"),
+            ([str(run), "--layer", "1"], "give both --layer and --head"),
+            ([str(run), "--layer", "2", "--head", "0"], "outside layers 0..1, heads 0..1"),
+            ([str(run), "--sequences", "0"], "--sequences=0"),
+            ([str(run), "--dataset", str(tmp_path)], "has no train.bin"),
+            ([str(tmp_path / "none")], "has no checkpoint in --steps=:; it has none"),
+            (["--scene", str(tmp_path / "none.npz")], "there is no scene"),
+            (["--scene", str(tmp_path / "no.npz")], "is no scene that can be read")):
+        assert diagnose.main([*command, "--device", "cpu", "--out", str(tmp_path / "out")]) == 2
+        error = capsys.readouterr().err
+        assert message in error and "Traceback" not in error, error
+    assert not (tmp_path / "out").exists()
+
+
+def test_worst_head_rule():
+    """The largest W_Q norm decides; within 5 % the share of ties does."""
+    def survey(norms, ties):
+        return scenes.Survey(0, [[layer, layer, layer] for layer in norms], {}, [], ties, 1)
+
+    assert scenes.worst_head(survey([[1, 2], [9, 3]], [[0, 0.9], [0, 0]])) == (1, 0)
+    assert scenes.worst_head(survey([[8.8, 2], [9, 3]], [[0.5, 0.9], [0.1, 0]])) == (0, 0)
+    assert scenes.worst_head(survey([[8.8, 2], [9, 3]], [[0, 0], [0, 0]])) == (1, 0)
+
+
+def test_a_scene_loses_nothing(tmp_path):
+    """Values BF16 can hold are stored in two bytes, others in four, all exactly; non-finite models are refused."""
+    draw = torch.Generator().manual_seed(0)
+    wide = torch.randn(2, 5, 7, generator=draw)
+    tensors = {name: (round_bf16(wide) if name in "qkv" else wide + i) for i, name in enumerate(scenes.TENSORS[1:])}
+    frame = scenes.Frame(3, torch.arange(10).view(2, 5), **tensors)
+    scene = scenes.Scene("a", 1, 2, AttentionSpec(stabilizer="capped"), 8,
+                         [scenes.Survey(3, [[[1.0]] * 3], {"W_Q": [1.0]}, [[0.5]], [[0.25]], 10)], [frame],
+                         {"l": [[], []]})
+    path = scenes.save(scene, tmp_path / "a" / "scene.npz")
+    with np.load(path) as file:
+        assert file["q_0"].dtype == np.uint16 and file["x_0"].dtype == np.float32
+    again = scenes.load(path)
+    for name in scenes.TENSORS:
+        assert torch.equal(getattr(again.frames[0], name), getattr(frame, name))
+    assert dataclasses.replace(again, frames=[]) == dataclasses.replace(scene, frames=[])
+
+    model = GPT(GPTConfig(n_layer=1, n_head=2, n_embd=32, block_size=8, vocab_size=16),
+                [AttentionLayer(AttentionSpec(), 0)])
+    model.transformer.wpe.weight.data[2] = torch.nan
+    idx = torch.zeros(1, 8, dtype=torch.int64)
+    with pytest.raises(scenes.SceneError, match=r"step 5: q, k, v, do of layer 0, head 1 are not finite"):
+        scenes.capture(model, idx, idx, contextlib.nullcontext(), 0, 1, 5)
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
