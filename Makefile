@@ -14,9 +14,12 @@ help:  ## this list
 
 install: $(READY)  ## packages into .venv (Python 3.11 or 3.12)
 
-# Without PYTHON: python3.12 or python3.11 where one is there, else whatever python3 is.
+# The first Python of a fitting version that runs: a name on the path may be a shim of a version manager that does not.
 .venv/ready: requirements.txt requirements-dev.txt
-	test -x .venv/bin/python || "$$(command -v python3.12 || command -v python3.11 || command -v python3)" -m venv .venv
+	@test -x .venv/bin/python || for python in python3.12 python3.11 python3; do \
+	  if $$python -c 'import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))' 2>/dev/null; then \
+	    $$python -m venv .venv; break; fi; done; \
+	test -x .venv/bin/python || { echo "make: no Python 3.11 or 3.12 found; install one, or name an environment with PYTHON=..."; exit 1; }
 	.venv/bin/python -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
 	touch $@
 

@@ -110,7 +110,7 @@ class Config:
     # Watching
     probe_interval: int = 0  # steps between probes of ties and W_Q norms; 0 is off
     probe_sequences: int = 2  # sequences of the step's first micro-batch that a probe reads
-    stop_when_failed: bool = False  # end the run, exit status 4, where it counts as failed (metrics.FailureRule)
+    stop_when_failed: bool = False  # end the run, exit status 4, where it counts as failed (failure.FailureRule)
     on_nonfinite: Literal["stop", "skip", "ignore"] = "stop"  # what a non-finite gradient does, before the update
 
     def __post_init__(self):
@@ -123,6 +123,11 @@ class Config:
             value = getattr(self, name)
             if not (value > 0 or (value == 0 and name in not_negative)):
                 raise ConfigError(f"{name}={value} must be {'positive' if name in positive else 'zero or more'}")
+        if self.seed >= 1 << 63:
+            raise ConfigError(f"seed={self.seed} must be below 2^63")
+        for name in ("learning_rate", "min_lr", "muon_learning_rate", "grad_clip", "weight_decay"):
+            if not getattr(self, name) < float("inf"):
+                raise ConfigError(f"{name}={getattr(self, name)} must be finite")
         for name in ("beta1", "beta2", "dropout", "muon_momentum"):
             if not 0 <= getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)} must be in [0, 1)")

@@ -1,6 +1,7 @@
 """The log of a run: metrics.jsonl is the truth, run.json its header, tqdm and wandb are mirrors that cannot stop it."""
 
 import datetime
+import fcntl
 import gzip
 import json
 import lzma
@@ -8,15 +9,12 @@ import math
 import os
 import secrets
 import sys
-from collections import deque
-from collections.abc import Sequence
 from pathlib import Path
 
 from tqdm import tqdm
 
 from mirror import Wandb
 
-WINDOW, RISE = 50, 0.5  # of `FailureRule`: logged losses in the running mean, nats
 _TO_JSON = {math.inf: "Infinity", -math.inf: "-Infinity"}
 _FROM_JSON = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
@@ -34,7 +32,8 @@ def to_json(value, indent: int | None = None) -> str:
 def read_metrics(run: str | Path) -> list[dict]:
     """The records of a run, by step. `run` is its folder or a metrics file, plain or compressed (.gz, .xz).
 
-    Where a resumed run logged a step again, the later record wins. A torn line (of a killed run) is skipped with a
+    Where a resumed run logged a step again, the later record wins, and what an earlier session logged beyond the step
+    that it resumed at is left out: that is another branch. A torn line (of a killed run) is skipped with a
     message. NaN and the infinities come back as floats. Raises MetricsError where there is no such file.
     """
     path = find_metrics(run)
@@ -45,6 +44,9 @@ def read_metrics(run: str | Path) -> list[dict]:
         except ValueError:
             if line.strip():
                 print(f"{path}: line {number} is torn and was skipped", file=sys.stderr)
+            continue
+        if isinstance(record, dict) and isinstance(record.get("resumed_at"), int):
+            by_step = {step: r for step, r in by_step.items() if step <= record["resumed_at"]}
             continue
         if not isinstance(record, dict) or not isinstance(record.get("step"), int):
             raise MetricsError(f"{path}: line {number} is no record with a step; is this a metrics.jsonl file?")
@@ -75,35 +77,6 @@ def read_run(run: str | Path) -> dict:
             except ValueError as error:
                 raise MetricsError(f"{path} is no valid JSON ({error}); repair it, or move it away") from error
     return {}
-
-
-class FailureRule:
-    """When a run counts as failed; the one rule used everywhere, loss by loss as they are logged:
-
-    at the first logged loss that is not finite, or with which the mean of the last 50 logged losses exceeds the
-    smallest such mean so far by more than 0.5 nats. Windows are full: before the 50th logged loss only the first half
-    of the rule can apply.
-    """
-
-    def __init__(self):
-        self.window, self.smallest = deque(maxlen=WINDOW), math.inf
-
-    def failed(self, loss: float) -> bool:
-        """Whether this logged loss, the next one in order, makes the run a failed one."""
-        self.window.append(loss)
-        if not math.isfinite(loss):
-            return True
-        if len(self.window) < WINDOW:
-            return False
-        mean = math.fsum(self.window) / WINDOW
-        self.smallest = min(self.smallest, mean)
-        return mean > self.smallest + RISE
-
-
-def step_of_failure(steps: Sequence[int], losses: Sequence[float]) -> int | None:
-    """The logged step at which the run failed by `FailureRule`, or None."""
-    rule = FailureRule()
-    return next((step for step, loss in zip(steps, losses, strict=True) if rule.failed(loss)), None)
 
 
 class Metrics:
@@ -193,11 +166,20 @@ class Metrics:
                 old = before.get("config", {})
                 session["changed"]["config"] = {k: v for k, v in now["config"].items() if k not in old or v != old[k]}
         self._run = now | before | {"run_id": self.run_id, "sessions": [*before.get("sessions", ()), session]}
+        self._fd = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # held to the end: one run a folder
+        except BlockingIOError:
+            os.close(self._fd)
+            self._fd = None
+            raise MetricsError(f"another process is running in {self.path.parent}; wait for it, or give this run "
+                               "another out_dir") from None
         self._write_header()
-        self._fd = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
         size = os.fstat(self._fd).st_size
         if size and os.pread(self._fd, 1, size - 1) != b"\n":
             os.write(self._fd, b"\n")  # a kill tore the last line: close it, so that only that one is lost
+        if size and "start_step" in now:
+            os.write(self._fd, (to_json({"resumed_at": now["start_step"]}) + "\n").encode())
 
     def _write_header(self) -> None:
         temporary = self._header.with_name("run.json.tmp")

@@ -12,8 +12,10 @@ import checkpoint
 from attention import AttentionSpec, layer_specs
 from config import Config, ConfigError
 from data.loader import Tokens, open_tokens, valid_starts
+from data.meta import corpus_folder
+from metrics import read_metrics
 from model import GPTConfig
-from replay.order import Header, OrderError, OrderFile
+from replay.order import Header, OrderError, OrderFile, check_continues
 
 
 @dataclass
@@ -41,21 +43,20 @@ def prepare(config: Config) -> Plan:
         raise ConfigError(f"dtype=float16 with attention={config.attention}: that backend rounds to BF16; use "
                           "standard, sdpa or flash_fp32 with float16, or dtype=bfloat16")
     out = Path(config.out_dir)
-    if config.init_from != "resume" and (checkpoint.checkpoints(out) or (out / "metrics.jsonl").exists()):
+    if config.init_from != "resume" and (checkpoint.checkpoints(out) or _has_records(out)):
         raise ConfigError(f"out_dir={out} already holds a run; go on with --init_from=resume or choose another out_dir")
 
-    folder = Path(config.dataset)
-    if len(folder.parts) == 1 and not folder.is_dir():
-        folder = Path("data") / folder
+    folder = corpus_folder(config.dataset)
     tokens = {split: open_tokens(folder, split) for split in ("train", "val")}
     for split in tokens.values():
         valid_starts(split.n_tokens, config.block_size)
     header = Header(dataset=folder.name, n_tokens=tokens["train"].n_tokens, sha256=tokens["train"].sha256,
                     block_size=config.block_size, sequences_per_step=config.sequences_per_step, seed=config.seed)
+    if config.record or config.replay:
+        tokens["train"].verify()  # the bytes, not what meta.json claims of them
     order = None
     if config.replay:
         order = OrderFile(config.replay)
-        tokens["train"].verify()  # the bytes, not what meta.json claims of them
         order.check(header)
         if order.rows < config.max_iters:
             raise OrderError(f"{config.replay} holds {order.rows} steps, but max_iters={config.max_iters} asks for "
@@ -80,7 +81,17 @@ def prepare(config: Config) -> Plan:
     start = state["step"] if state else 0
     if start > config.max_iters:
         raise ConfigError(f"the checkpoint is at step {start}, past max_iters={config.max_iters}; raise --max_iters")
+    if (out / "order.bin").exists():
+        check_continues(out / "order.bin", header)
+        if not config.record:
+            raise ConfigError(f"{out} holds the order that this run recorded so far; go on with record=true")
     return Plan(specs, tokens, header, order, model_args, state, start)
+
+
+def _has_records(out: Path) -> bool:
+    """Whether a run logged a step there; one that was killed before its first checkpoint may start over."""
+    path = out / "metrics.jsonl"
+    return path.exists() and bool(read_metrics(path))
 
 
 def check_ranks_agree(plan: Plan, group) -> None:

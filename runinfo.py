@@ -55,7 +55,7 @@ def print_header(info: dict, group) -> None:
                 f"{info['config']['batch_size']} sequences x {info['config']['block_size']} tokens over "
                 f"{info['world_size']} rank(s)",
         "data": f"{info['data']['path']}, {info['data']['tokens']:,} tokens, sha256 {info['data']['sha256'][:12]}",
-        "order": f"{order['mode']} {order['path']}" + (f", {order['rows']} rows, sha256 {order['sha256'][:12]}"
+        "order": f"{order['mode']} {order['path']}" + (f", first {order['rows']} rows, sha256 {order['sha256'][:12]}"
                                                        if order["sha256"] else ""),
         "device": f"{info['device_name']}, attention by {' and '.join(info['kernels'])}, "
                   f"autocast {info['config']['dtype']}",
@@ -73,7 +73,7 @@ def print_header(info: dict, group) -> None:
 
 def _describe_order(config, plan) -> dict:
     if plan.order:
-        return {"mode": "replayed", "path": str(config.replay), "rows": plan.order.rows,
+        return {"mode": "replayed", "path": str(config.replay), "rows": config.max_iters,
                 "sha256": plan.order.sha256(config.max_iters)}
     path = str(Path(config.out_dir) / "order.bin") if config.record else ""
     return {"mode": "recorded" if config.record else "drawn", "path": path, "rows": None, "sha256": None}

@@ -22,7 +22,8 @@ from config import as_dict, load
 from data.loader import DataError
 from determinism import set_determinism
 from diagnostics.probes import probe
-from metrics import RISE, WINDOW, FailureRule, Metrics, MetricsError, read_metrics
+from failure import RISE, WINDOW, FailureRule
+from metrics import Metrics, MetricsError, read_metrics
 from optim import learning_rate
 from plan import check_ranks_agree, prepare
 from replay.order import OrderError, Recorder
@@ -39,7 +40,7 @@ class NonFiniteError(RuntimeError):
 
 
 class RunFailed(Exception):
-    """The loss exploded by metrics.FailureRule, and stop_when_failed asks to end the run there."""
+    """The loss exploded by failure.FailureRule, and stop_when_failed asks to end the run there."""
 
 
 class StepLog:
@@ -56,7 +57,7 @@ class StepLog:
 
     def add(self, record: dict, readback: Readback):
         """What is known of a step, and its numbers that the device may still be working on."""
-        self.waiting = record, readback
+        self.waiting, self.steps, self.now = (record, readback), self.steps + 1, time.perf_counter()
 
     def settle(self):
         """Finishes the step that waits, before anything follows from it. Errors: NonFiniteError, MetricsError, and
@@ -67,14 +68,14 @@ class StepLog:
         step, config = record["step"], self.config
         loss, norm, bad, updated = readback.numbers()
         stop = bad and config.on_nonfinite == "stop"
-        self.steps += 1
-        if stop or step % config.log_interval == 0 or "val_loss" in record or step + 1 == config.max_iters:
-            now = time.perf_counter()
+        told = bad or not updated or len(record) > 1  # by an evaluation or a probe
+        if told or step % config.log_interval == 0 or step + 1 == config.max_iters:
             record |= {"loss": loss, "lr": learning_rate(step, config), "grad_norm": norm,
                        "tokens": (step + 1) * config.tokens_per_step, "time": time.time(),
-                       "tokens_per_s": self.steps * config.tokens_per_step / (now - self.began)}
-            self.metrics.log(record if updated else record | {"skipped": True})
-            self.steps, self.began = 0, now
+                       "tokens_per_s": self.steps * config.tokens_per_step / (self.now - self.began)}
+            record |= {"stopped": True} if stop else {} if updated else {"skipped": True}
+            self.metrics.log(record)
+            self.steps, self.began = 0, self.now
             if stop:
                 raise NonFiniteError(self.trainer.explain(step, loss, norm))
             if config.stop_when_failed and self.rule.failed(loss):
@@ -98,10 +99,7 @@ def train(trainer: Trainer, info: dict) -> int:
     print_header(info, group)
     metrics = Metrics(out, as_dict(config), info, group.is_main)
     log = StepLog(trainer, metrics)
-    recorder = Recorder(out / "order.bin", plan.header) if config.record and group.is_main else None
-    if recorder:
-        for step in range(recorder.rows, plan.start):  # a run that starts from another's checkpoint
-            recorder.append(step, trainer.row(step))
+    recorder = None
 
     saved = plan.start if config.init_from == "resume" else None
 
@@ -122,15 +120,20 @@ def train(trainer: Trainer, info: dict) -> int:
 
     code = 1
     try:
+        if config.record and group.is_main:
+            recorder = Recorder(out / "order.bin", plan.header)
+            for step in range(recorder.rows, plan.start):  # a run that starts from another's checkpoint
+                recorder.append(step, trainer.row(step))
         while trainer.step < config.max_iters:
             step = trainer.step
             record = {"step": step}
-            if step % config.eval_interval == 0:
-                with log.pause():
-                    record["val_loss"] = trainer.evaluate()
             if step % config.checkpoint_interval == 0:
                 with log.pause():
                     save()
+            if step % config.eval_interval == 0:
+                with log.pause():
+                    record["val_loss"] = trainer.evaluate()
+                    metrics.say(f"step {step} of {config.max_iters}: validation loss {record['val_loss']:.4f}")
             if recorder:
                 recorder.append(step, trainer.row(step))
             trainer.optimizer.set_lr(step)
@@ -140,8 +143,10 @@ def train(trainer: Trainer, info: dict) -> int:
                 record |= probe(trainer.raw, trainer.first[: config.probe_sequences], trainer.autocast)
             log.add(record, trainer.update(loss))
         log.settle()
-        metrics.log({"step": trainer.step, "val_loss": trainer.evaluate()})
+        record = {"step": trainer.step, "val_loss": trainer.evaluate()}
+        metrics.log(record)
         save()
+        metrics.say(f"done: step {trainer.step}, validation loss {record['val_loss']:.4f}, {out}")
         code = 0
     except StopRequested:
         with contextlib.suppress(RunFailed):

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import warnings
 from pathlib import Path
 
 import torch
@@ -56,7 +57,8 @@ class Trainer:
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=config.dtype == "float16")
         if plan.state:
             self.optimizer.load_state_dict(plan.state["optimizer"])
-            self.scaler.load_state_dict(plan.state["scaler"])
+            if plan.state["scaler"]:  # empty where the checkpoint is of another dtype: the scale starts anew
+                self.scaler.load_state_dict(plan.state["scaler"])
         self.step = plan.start
         self.stochastic = [m for m in layers if m.spec.output == "stochastic"]
         self.micro_batches = config.gradient_accumulation_steps // group.world_size
@@ -66,7 +68,9 @@ class Trainer:
         if group.world_size > 1:
             # Buffers are derived from the step, so broadcasting them would only cost time.
             ids = [group.local_rank] if self.device.type == "cuda" else None
-            model = torch.nn.parallel.DistributedDataParallel(model, device_ids=ids, broadcast_buffers=False)
+            with warnings.catch_warnings():  # torch 2.13 renames the flag; 2.11 has no other
+                warnings.filterwarnings("ignore", message=".*broadcast_buffers")
+                model = torch.nn.parallel.DistributedDataParallel(model, device_ids=ids, broadcast_buffers=False)
         self.model = model
         self.ahead = {}  # the batch that was read while the device worked
 

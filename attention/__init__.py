@@ -8,8 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from attention.layers import layer_specs
 from attention.op import check_inputs
-from attention.spec import BACKENDS, AttentionSpec, layer_specs
+from attention.spec import BACKENDS, AttentionSpec
 
 __all__ = ["BACKENDS", "AttentionLayer", "AttentionSpec", "RowStats", "attend", "kernel_for", "layer_specs"]
 

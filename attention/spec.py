@@ -80,7 +80,7 @@ class AttentionSpec:
     delta: str | None = None
     stabilizer: str | None = None
     beta: float = 2.0  # paper Algorithm 3: m' = beta * rowmax where a positive maximum repeats
-    epsilon: float = 1e-3  # scores within epsilon of the row maximum count as equal to it
+    epsilon: float = 1e-3  # S >= rowmax - epsilon, in FP32, counts as equal to the row maximum
     shift_cap: float = 12.0  # bounds |m' - rowmax|; inf is the paper's rule to the letter, which can underflow to 0/0
     fixed_shift: float = 1.0  # stabilizer=fixed: m' = rowmax + fixed_shift (Appendix C's negative control)
     lazy_threshold: float = 8 * math.log(2)  # stabilizer=lazy_max: keep the old maximum until it grows by this
@@ -180,76 +180,6 @@ DEFAULTS = {f.name: f.default for f in dataclasses.fields(AttentionSpec)}
 SWITCHES = tuple(name for name in DEFAULTS if name not in ("backend", "kernel"))
 
 
-def layer_specs(n_layer: int, n_head: int, backend: str, switches: dict | None = None, override: str = "",
-                output_heads: str = "") -> list[AttentionSpec]:
-    """One resolved spec a layer.
-
-    switches: what the user set, by name; each applies to every layer whose backend has it.
-    override: "1=standard", "1=flash_bf16,default=standard", "1=flash_bf16+output=fp32+tile_k=64"; layers from 0.
-    output_heads: "1:0,6,7;3:2" keeps an FP32 O in heads 0, 6, 7 of layer 1 and head 2 of layer 3.
-    Errors: ValueError for an unknown layer, head, backend or switch, and for a switch that no layer can use.
-    """
-    switches = {k: v for k, v in (switches or {}).items() if v is not None}
-    chosen, default = {}, (backend, {})
-    for item in filter(None, override.split(",")):
-        where, equals, what = item.partition("=")
-        name, *extra = what.strip().split("+")
-        own = dict(_parse_switch(text, item) for text in extra)
-        if where.strip() == "default":
-            default = (name, own)
-        elif equals and where.strip().isdigit() and int(where) < n_layer:
-            if int(where) in chosen:
-                raise ValueError(f"attention_override={override!r} names layer {int(where)} twice")
-            chosen[int(where)] = (name, own)
-        else:
-            raise ValueError(f"attention_override item {item!r} is not LAYER=BACKEND or default=BACKEND with a "
-                             f"layer of 0..{n_layer - 1}")
-    heads = _parse_heads(output_heads, n_layer, n_head)
-    layers, used = [], set()
-    for layer in range(n_layer):
-        name, own = chosen.get(layer, default)
-        common = {k: v for k, v in switches.items() if has_switch(name, k)}
-        used.update(common)
-        layers.append(AttentionSpec(backend=name, output_heads=heads.get(layer, ()), **common | own))
-    for name, value in switches.items():
-        if name not in used:
-            raise ValueError(f"{name}={value!r} changes nothing: no layer's backend "
-                             f"({', '.join(sorted({s.backend for s in layers}))}) has that switch")
-    return layers
-
-
 def has_switch(backend: str, name: str) -> bool:
     """Whether a backend lets the user set this; every backend accepts `kernel`, which rounds nothing."""
     return backend not in NO_SWITCHES or name == "kernel" or (name == "softcap" and backend == "standard")
-
-
-def _parse_switch(text: str, item: str) -> tuple[str, object]:
-    name, equals, value = text.partition("=")
-    if not equals or name not in SWITCHES or name == "output_heads":
-        raise ValueError(f"attention_override item {item!r}: {text!r} is not SWITCH=VALUE with a switch of "
-                         f"{', '.join(s for s in SWITCHES if s != 'output_heads')}")
-    if name in CHOICES:
-        return name, value
-    try:
-        return name, parse_tile(value) if name.startswith("tile") else float(value)
-    except ValueError:
-        raise ValueError(f"attention_override item {item!r}: {name}={value!r} is not a number") from None
-
-
-def parse_tile(value: str | int) -> int:
-    """A tile length: a number, or "full" for the whole sequence."""
-    return FULL if value == "full" else int(value)
-
-
-def _parse_heads(text: str, n_layer: int, n_head: int) -> dict[int, tuple[int, ...]]:
-    found = {}
-    for item in filter(None, text.split(";")):
-        layer, colon, heads = item.partition(":")
-        numbers = [layer, *heads.split(",")]
-        if not colon or not all(n.strip().isdigit() for n in numbers):
-            raise ValueError(f"output_heads item {item!r} is not LAYER:HEAD,HEAD,... (layers separated by ';')")
-        layer, *heads = map(int, numbers)
-        if layer >= n_layer or max(heads) >= n_head:
-            raise ValueError(f"output_heads item {item!r} is outside layers 0..{n_layer - 1}, heads 0..{n_head - 1}")
-        found[layer] = tuple(sorted(set(heads)))
-    return found

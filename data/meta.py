@@ -14,11 +14,17 @@ import numpy as np
 
 DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 GPT2_VOCAB = 50257
+REPOSITORY = Path(__file__).resolve().parents[1]
 UNFINISHED = "meta.json.new"  # there while the token files are renamed into place
 
 
 class DataError(ValueError):
     """A corpus that cannot be read or is not the one asked for: one sentence with the values and the way out."""
+
+
+def corpus_folder(name: str | Path) -> Path:
+    """A bare name is a folder under the repository's data/, whatever the working folder; anything else is a path."""
+    return REPOSITORY / "data" / name if len(Path(name).parts) == 1 and str(name) not in (".", "..") else Path(name)
 
 
 @dataclass(frozen=True)

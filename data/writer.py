@@ -11,13 +11,6 @@ import numpy as np
 
 from data.meta import DTYPES, UNFINISHED, DataError, Meta
 
-REPOSITORY = Path(__file__).resolve().parents[1]
-
-
-def corpus_folder(name: str | Path) -> Path:
-    """A bare name is a folder under the repository's data/, as it is for training; anything else is a path."""
-    return REPOSITORY / "data" / name if len(Path(name).parts) == 1 and str(name) not in (".", "..") else Path(name)
-
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:

@@ -4,7 +4,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from data.meta import DataError
+from data.meta import DataError, corpus_folder
 from replay.authors import LINES, import_order
 from replay.order import Header, OrderError, OrderFile
 
@@ -44,7 +44,7 @@ def import_(options: argparse.Namespace):
 def _training_tokens(folder: Path):
     from data.loader import open_tokens  # loads torch, which `info` does without
 
-    return open_tokens(folder, "train")
+    return open_tokens(corpus_folder(folder), "train")
 
 
 def parser() -> argparse.ArgumentParser:

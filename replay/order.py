@@ -23,7 +23,7 @@ import numpy as np
 
 from replay.header import Header, OrderError, differences, order_hash, read_header
 
-__all__ = ["Header", "OrderError", "OrderFile", "Recorder", "order_hash"]
+__all__ = ["Header", "OrderError", "OrderFile", "Recorder", "check_continues", "order_hash"]
 
 
 class _Rows:
@@ -105,7 +105,11 @@ class OrderFile(_Rows):
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
             raise OrderError(f"the order file {path} cannot be read: {error.strerror}") from None
-        super().__init__(path, fd)
+        try:
+            super().__init__(path, fd)
+        except OSError as error:  # a folder, say
+            os.close(fd)
+            raise OrderError(f"the order file {path} cannot be read: {error.strerror}") from None
 
     def check(self, header: Header, steps: int | None = None):
         """OrderError naming both values unless the order fits the run: same data, block size, sequences a step and,
@@ -143,10 +147,7 @@ class Recorder(_Rows):
                 _sync(fd, path)
                 _sync_folder(path.parent)  # or a power cut may keep a checkpoint and lose the file itself
             super().__init__(path, fd)
-            names = tuple(f.name for f in dataclasses.fields(Header) if f.name != "dataset")
-            if found := differences(self.header, header, names):
-                raise OrderError(f"{path} holds the order of another run ({found}); resume that run with its own "
-                                 "values, or give this one another out_dir")
+            _check_same_run(path, self.header, header)
             os.ftruncate(fd, self._first + self.rows * self.header.row_bytes)
         except BaseException:
             self.close()  # releases the lock
@@ -178,6 +179,19 @@ class Recorder(_Rows):
     def sync(self):
         """Return when all rows are on disk; call it before the weights that they led to are saved."""
         _sync(self._fd, self.path)
+
+
+def check_continues(path: Path, header: Header):
+    """OrderError unless a run with this header may go on recording to `path`; changes nothing."""
+    with OrderFile(path) as order:
+        _check_same_run(path, order.header, header)
+
+
+def _check_same_run(path: Path, recorded: Header, ours: Header):
+    names = tuple(f.name for f in dataclasses.fields(Header) if f.name != "dataset")
+    if found := differences(recorded, ours, names):
+        raise OrderError(f"{path} holds the order of another run ({found}); resume that run with its own values, or "
+                         "give this one another out_dir")
 
 
 def _checksum(step: int, raw: bytes) -> bytes:

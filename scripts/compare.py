@@ -14,7 +14,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that the script runs from anywhere
 
-from metrics import MetricsError, step_of_failure, to_json
+from failure import failure_of
+from metrics import MetricsError, to_json
 from replay.order import OrderError
 from scripts.runs import CompareError, Run, common_steps, difference, load_runs
 
@@ -37,14 +38,13 @@ def compare(runs: Sequence[Run], allow_different_orders: bool = False) -> dict:
                 raise
             label, shared = UNCHECKED, min(runs[0].steps, run.steps)
             print(f"{UNCHECKED}: {error}", file=sys.stderr)
-        steps, losses = run.series("loss")
-        validation = run.series("val_loss")[1]
+        losses, validation = run.series("loss")[1], run.series("val_loss")[1]
         at, signed = difference(runs[0], run, shared)
         absolute = [abs(value) for value in signed]
         norms = [norm for norm in run.series("grad_norm")[1] if math.isfinite(norm)]
         row = {"name": run.name, "attention": run.info.get("attention"), "steps": run.steps,
                "final_loss": losses[-1], "final_val_loss": validation[-1] if validation else None,
-               "step_of_failure": step_of_failure(steps, losses), "max_grad_norm": max(norms, default=None),
+               "step_of_failure": failure_of(run.records), "max_grad_norm": max(norms, default=None),
                "common_steps": shared,
                "difference": {"steps": at, "signed": signed, "absolute": absolute,
                               "mean_signed": _mean(signed), "mean_absolute": _mean(absolute),

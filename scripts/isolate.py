@@ -3,7 +3,7 @@
     python scripts/isolate.py --dataset data/mini [--seeds 5] [--steps 10000] [--parallel 2] [--out runs/isolation]
 
 For each seed flash_bf16 runs first. From its recorded norms this script proposes the layer and the heads that fail, and
-then runs every arm on the same order, each until it counts as failed (metrics.FailureRule) or reaches --steps. Run it
+then runs every arm on the same order, each until it counts as failed (failure.FailureRule) or reaches --steps. Run it
 again to go on: arms that have their outcome are kept, interrupted ones resume. Further --key=value go to train.py.
 Writes isolation.json into --out: rows by arm and seed, and by arm the rate of failure with its 95 % interval.
 """
@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
+from failure import failure_of
 from scripts.arms import RESULTS, outcome, run_arms
 from scripts.runs import Run, load_run
 
@@ -70,7 +71,7 @@ def row(arm: str, seed: int, folder: Path, proposal: dict | None) -> dict:
     run = load_run(folder)
     found |= {"final_loss": run.series("loss")[1][-1], "last_step": run.steps - 1}
     if status in RESULTS:
-        found |= {"failed": status != 0, "step_of_failure": run.steps - 1 if status else None}
+        found |= {"failed": status != 0, "step_of_failure": failure_of(run.records)}
     if proposal:
         for name in ("ties", "wq_norm"):
             values = run.layers(f"probe/{name}/layer").get(proposal["layer"], ([], []))[1]

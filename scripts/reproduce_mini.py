@@ -1,10 +1,11 @@
-"""The failing run in minutes, on one GPU: record flash_bf16, replay its batches under the other arms, compare.
+"""The small run, in minutes on one GPU: record flash_bf16, replay its batches under the other arms, compare.
 
     python scripts/reproduce_mini.py --dataset data/mini [--out runs/mini] [--steps 10000] [--parallel 2]
 
 flash_bf16 trains first and records its order; the other arms replay it side by side. Writes FIGURE.png and
 comparison.json into --out. An arm is NAME or NAME:SWITCH=VALUE[:SWITCH=VALUE], e.g. flash_bf16:delta=dp_p.
-A small model on a small corpus: it is not the paper's run, and what fails here need not fail there.
+A small model on a small corpus: it is not the paper's run, and what fails here need not fail there. Not every seed
+fails; results/mini says what has been seen.
 """
 
 import argparse

@@ -75,10 +75,11 @@ def common_steps(first: Run, other: Run) -> int:
             steps = min(steps, a.rows, b.rows)
             if a.sha256(steps) == b.sha256(steps):
                 return steps
-            for name in ("sha256", "block_size", "sequences_per_step"):
+            for name, what in (("sha256", "training data with SHA-256"), ("block_size", "block_size"),
+                               ("sequences_per_step", "sequences_per_step")):
                 ours, theirs = getattr(a.header, name), getattr(b.header, name)
                 if ours != theirs:
-                    raise CompareError(f"{first.name} and {other.name} are not comparable: their orders have {name} "
+                    raise CompareError(f"{first.name} and {other.name} are not comparable: their orders are of {what} "
                                        f"{ours} and {theirs}")
             row = next(step for step in range(steps) if (a.row(step) != b.row(step)).any())
             raise CompareError(f"{first.name} and {other.name} are not comparable: their batch orders differ from step "

@@ -24,6 +24,7 @@ MAY_IMPORT = {
     "mirror": set(),
     "metrics": {"mirror"},
     "optim": set(),
+    "attention.layers": {"attention.spec"},
     "attention.op": {"attention.spec"},
     "attention.standard": {"attention.spec", "attention.rounding", "attention.op"},  # a backend, never another one
     "attention.emulated": {"attention.spec", "attention.rounding", "attention.op"},
@@ -36,7 +37,8 @@ MAY_IMPORT = {
     "data": {"data"},
     "replay": {"replay", "data"},
     "diagnostics": {"diagnostics", "attention"},
-    "plan": {"attention", "config", "checkpoint", "data", "model", "replay"},
+    "failure": set(),
+    "plan": {"attention", "config", "checkpoint", "data", "metrics", "model", "replay"},
     "runinfo": {"attention", "config"},
 }
 EVERYTHING = ("train", "trainer", "scripts")

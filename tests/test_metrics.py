@@ -17,7 +17,8 @@ import numpy as np
 import pytest
 import torch
 
-from metrics import Metrics, MetricsError, read_metrics, read_run, step_of_failure, to_json
+from failure import step_of_failure
+from metrics import Metrics, MetricsError, read_metrics, read_run, to_json
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIG = {"wandb_log": False, "wandb_mode": "disabled", "wandb_project": "p", "wandb_run_name": "arm",

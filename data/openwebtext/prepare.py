@@ -30,9 +30,9 @@ if __package__ in (None, ""):  # run as a script
 
 import numpy as np
 
-from data.meta import DTYPES, DataError, Meta
+from data.meta import DTYPES, DataError, Meta, corpus_folder
 from data.tokenizer import tokenizer
-from data.writer import corpus_folder, locked, write_corpus
+from data.writer import locked, write_corpus
 
 DATASET = "Skylion007/openwebtext"
 DOCUMENTS = 8_013_769

@@ -21,9 +21,9 @@ if __package__ in (None, ""):  # run as a script
 import numpy as np
 
 from data import corpus
-from data.meta import DataError, Meta
+from data.meta import DataError, Meta, corpus_folder
 from data.tokenizer import tokenizer
-from data.writer import corpus_folder, locked, write_corpus
+from data.writer import locked, write_corpus
 
 SPLIT_SEED = 2357  # nanoGPT's, for its OpenWebText split
 SNIFF = 8192  # bytes looked at for a zero byte

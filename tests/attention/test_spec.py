@@ -6,6 +6,7 @@ import re
 
 import pytest
 
+from attention.layers import layer_specs, parse_tile
 from attention.spec import (
     BACKENDS,
     CHOICES,
@@ -17,8 +18,6 @@ from attention.spec import (
     AttentionSpec,
     from_key,
     has_switch,
-    layer_specs,
-    parse_tile,
 )
 
 # backend: operands, scores, probs, row_sum, pv, output, delta, stabilizer, tile_k
@@ -234,3 +233,26 @@ def test_a_switch_that_no_layer_has():
 def test_defaults_are_the_dataclass_fields():
     assert set(SWITCHES) == set(DEFAULTS) - {"backend", "kernel"}
     assert set(CHOICES) <= set(DEFAULTS) and all(set(p) == set(NAMES) for p in PRESETS.values())
+
+
+@pytest.mark.parametrize("name, value, backend, message", [
+    ("beta", 4.0, "flash_bf16", "beta=4.0 changes nothing: it is read with stabilizer=paper|capped|unconditional, and "
+     "no layer has that (stabilizer=none)"),
+    ("shift_cap", 3.0, "flash_fa2", "shift_cap=3.0 changes nothing"),
+    ("fixed_shift", 3.0, "stabilized", "fixed_shift=3.0 changes nothing: it is read with stabilizer=fixed"),
+    ("lazy_threshold", 3.0, "stabilized", "lazy_threshold=3.0 changes nothing: it is read with stabilizer=lazy_max"),
+    ("dots", "ieee", "flash_bf16", "dots='ieee' changes nothing: it is read with operands=fp32")])
+def test_a_switch_that_no_layer_reads_is_refused(name, value, backend, message):
+    layers_refused(message, backend=backend, switches={name: value})
+    reader = {"beta": "stabilized", "shift_cap": "stabilized", "dots": "flash_fp32"}.get(name)
+    if reader:
+        override = f"1={reader}"
+        assert getattr(layer_specs(2, 4, backend, switches={name: value}, override=override)[1], name) == value
+    else:
+        rule = {"fixed_shift": "fixed", "lazy_threshold": "lazy_max"}[name]
+        assert getattr(layer_specs(1, 4, backend, switches={name: value, "stabilizer": rule})[0], name) == value
+
+
+def test_repeats_are_refused():
+    layers_refused("output_heads='1:0;1:1' names layer 1 twice", output_heads="1:0;1:1")
+    layers_refused("names the default twice", override="default=standard,default=sdpa")

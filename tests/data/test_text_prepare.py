@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data import corpus, writer
+from data import corpus, meta
 from data.loader import DataError, open_tokens, read_meta
 from data.text.prepare import cut, main, prepare, split_documents
 from data.writer import locked, write_corpus
@@ -139,7 +139,7 @@ def test_wrong_arguments(source, tmp_path, capsys):
 
 
 def test_a_bare_name_is_a_folder_under_data(tmp_path, monkeypatch, source):
-    monkeypatch.setattr(writer, "REPOSITORY", tmp_path)
+    monkeypatch.setattr(meta, "REPOSITORY", tmp_path)
     assert main([str(source), "--out", "mine", "--tokenizer", "bytes"]) == 0
     assert (tmp_path / "data" / "mine" / "meta.json").is_file()
 

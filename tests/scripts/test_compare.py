@@ -139,7 +139,7 @@ def test_different_orders_can_be_allowed_and_are_labelled(tmp_path, capsys):
 
 def test_other_data_in_the_same_order_is_refused(tmp_path):
     runs = load_runs([make_run(tmp_path / "a", [3.0]), make_run(tmp_path / "b", [3.0], data="cd" * 32)])
-    with pytest.raises(CompareError, match=r"their orders have sha256 abab.* and cdcd"):
+    with pytest.raises(CompareError, match=r"their orders are of training data with SHA-256 abab.* and cdcd"):
         compare(runs)
 
 

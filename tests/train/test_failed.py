@@ -3,7 +3,7 @@
 import pytest
 
 import train
-from metrics import step_of_failure
+from failure import step_of_failure
 
 FLAGS = dict(max_iters=120, eval_interval=200, checkpoint_interval=30, grad_clip=0)
 

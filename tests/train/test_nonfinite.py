@@ -33,7 +33,7 @@ def test_stop(runner, poisoned):
                   "gradients that are not finite: transformer.wte.weight"):
         assert words in run.stderr
     assert len(run.stderr.splitlines()) == 1 and run.steps == [2]
-    assert [r["step"] for r in run.records] == [2] and math.isnan(run.losses[0]) and run.records[0]["skipped"]
+    assert [r["step"] for r in run.records] == [2] and math.isnan(run.losses[0]) and run.records[0]["stopped"]
     runner.same_state(run.state, checkpoint.load(poisoned))
     healthy = runner("healthy", init_from=poisoned, **LETTER | dict(stabilizer="capped", shift_cap=12))
     assert len(healthy.losses) == 4 and all(map(math.isfinite, healthy.losses))

@@ -1,0 +1,91 @@
+"""One resolved spec a layer, from what the user set: a backend, switches on top of it, and per-layer overrides."""
+
+from attention.spec import CHOICES, FULL, SWITCHES, AttentionSpec, has_switch
+
+_SHIFTED = "stabilizer=paper|capped|unconditional"
+READ_WITH = {"beta": _SHIFTED, "shift_cap": _SHIFTED, "fixed_shift": "stabilizer=fixed",
+             "lazy_threshold": "stabilizer=lazy_max", "dots": "operands=fp32"}
+
+
+def layer_specs(n_layer: int, n_head: int, backend: str, switches: dict | None = None, override: str = "",
+                output_heads: str = "") -> list[AttentionSpec]:
+    """One resolved spec a layer.
+
+    switches: what the user set, by name; each applies to every layer whose backend has it.
+    override: "1=standard", "1=flash_bf16,default=standard", "1=flash_bf16+output=fp32+tile_k=64"; layers from 0.
+    output_heads: "1:0,6,7;3:2" keeps an FP32 O in heads 0, 6, 7 of layer 1 and head 2 of layer 3.
+    Errors: ValueError for an unknown layer, head, backend or switch, and for a switch that no layer can use.
+    """
+    switches = {k: v for k, v in (switches or {}).items() if v is not None}
+    chosen, default = {}, (backend, {})
+    for item in filter(None, override.split(",")):
+        where, equals, what = item.partition("=")
+        name, *extra = what.strip().split("+")
+        own = dict(_parse_switch(text, item) for text in extra)
+        if where.strip() == "default":
+            if override.count("default=") > 1:
+                raise ValueError(f"attention_override={override!r} names the default twice")
+            default = (name, own)
+        elif equals and where.strip().isdigit() and int(where) < n_layer:
+            if int(where) in chosen:
+                raise ValueError(f"attention_override={override!r} names layer {int(where)} twice")
+            chosen[int(where)] = (name, own)
+        else:
+            raise ValueError(f"attention_override item {item!r} is not LAYER=BACKEND or default=BACKEND with a "
+                             f"layer of 0..{n_layer - 1}")
+    heads = _parse_heads(output_heads, n_layer, n_head)
+    layers, used = [], set()
+    for layer in range(n_layer):
+        name, own = chosen.get(layer, default)
+        common = {k: v for k, v in switches.items() if has_switch(name, k)}
+        used.update(common)
+        layers.append(AttentionSpec(backend=name, output_heads=heads.get(layer, ()), **common | own))
+    for name, value in switches.items():
+        if name in used and not any(reads(spec, name) for spec in layers):
+            raise ValueError(f"{name}={value!r} changes nothing: it is read with {READ_WITH[name]}, and no layer has "
+                             f"that (stabilizer={', '.join(sorted({s.stabilizer for s in layers}))})")
+        if name not in used:
+            raise ValueError(f"{name}={value!r} changes nothing: no layer's backend "
+                             f"({', '.join(sorted({s.backend for s in layers}))}) has that switch")
+    return layers
+
+
+def reads(spec: AttentionSpec, name: str) -> bool:
+    """Whether this spec's arithmetic depends on a switch that only some settings read."""
+    if name == "dots":
+        return spec.operands == "fp32"
+    return name not in READ_WITH or spec.stabilizer in READ_WITH[name].removeprefix("stabilizer=").split("|")
+
+
+def _parse_switch(text: str, item: str) -> tuple[str, object]:
+    name, equals, value = text.partition("=")
+    if not equals or name not in SWITCHES or name == "output_heads":
+        raise ValueError(f"attention_override item {item!r}: {text!r} is not SWITCH=VALUE with a switch of "
+                         f"{', '.join(s for s in SWITCHES if s != 'output_heads')}")
+    if name in CHOICES:
+        return name, value
+    try:
+        return name, parse_tile(value) if name.startswith("tile") else float(value)
+    except ValueError:
+        raise ValueError(f"attention_override item {item!r}: {name}={value!r} is not a number") from None
+
+
+def parse_tile(value: str | int) -> int:
+    """A tile length: a number, or "full" for the whole sequence."""
+    return FULL if value == "full" else int(value)
+
+
+def _parse_heads(text: str, n_layer: int, n_head: int) -> dict[int, tuple[int, ...]]:
+    found = {}
+    for item in filter(None, text.split(";")):
+        layer, colon, heads = item.partition(":")
+        numbers = [layer, *heads.split(",")]
+        if not colon or not all(n.strip().isdigit() for n in numbers):
+            raise ValueError(f"output_heads item {item!r} is not LAYER:HEAD,HEAD,... (layers separated by ';')")
+        layer, *heads = map(int, numbers)
+        if layer >= n_layer or max(heads) >= n_head:
+            raise ValueError(f"output_heads item {item!r} is outside layers 0..{n_layer - 1}, heads 0..{n_head - 1}")
+        if layer in found:
+            raise ValueError(f"output_heads={text!r} names layer {layer} twice")
+        found[layer] = tuple(sorted(set(heads)))
+    return found
