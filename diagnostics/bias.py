@@ -43,7 +43,7 @@ def prefix_error(pbar: Tensor, v: Tensor, probs: str = "bf16") -> Tensor:
     """Paper figure 6b, c: (sum_{t' <= t} P[t'] V[t', i])_lp - (the same)_hp for every t, float64 (..., T, D).
 
     pbar: (..., T), hp's exp(S - rowmax) of one row; v: (..., T, D). lp: P cast to `probs`, each sum rounded to FP32,
-    then to BF16; hp: float64.
+    then to BF16, no stabilizer; hp: float64.
     """
     return round_bf16(_running(pbar, v, probs)).double() - (pbar[..., None] * v.double()).cumsum(-2)
 
@@ -54,16 +54,18 @@ def delta_shares(pair: Pair, v: Tensor, do: Tensor, ones: Tensor, spec: Attentio
     By row: rows_tied, rows_single, rows_none have several, one and no ones; `rows` counts them. By position: at_ones
     and elsewhere are the steps of the prefix error, which rounds the whole sum once, at positions with P = 1 and at
     others, weighted with dO / l; rest is what that leaves: rounding by tiles, the division and the rounding of O.
-    size: the sum of absolute values, so that |sum| / size is 1 where every token errs one way.
+    size: the sum of absolute values. root: the root of the summed squares, which is what the sum of independent errors
+    without a bias would be like; |sum| far beyond it is bias. With a stabilizer the part by position is what the rows
+    would do without it.
     """
     error, count = pair.delta_error, ones.sum(-1)
     kinds = {"rows_tied": count > 1, "rows_single": count == 1, "rows_none": count == 0}
     steps = sum((_steps(pair.pbar[b], pair.l[b], v[b], do[b], ones[b], spec) for b in range(len(v))),
                 torch.zeros(2, dtype=torch.float64, device=v.device))
     total, (at_ones, elsewhere) = error.sum().item(), steps.tolist()
-    return {"sum": total, "size": error.abs().sum().item(), "at_ones": at_ones, "elsewhere": elsewhere,
-            "rest": total - at_ones - elsewhere, **{name: error[rows].sum().item() for name, rows in kinds.items()},
-            "rows": {name: int(rows.sum()) for name, rows in kinds.items()}}
+    return {"sum": total, "size": error.abs().sum().item(), "root": error.norm().item(),
+            "at_ones": at_ones, "elsewhere": elsewhere, "rest": total - at_ones - elsewhere,
+            **{name: error[rows].sum().item() for name, rows in kinds.items()}, "rows": {name: int(rows.sum()) for name, rows in kinds.items()}}
 
 
 def addition_error(values: Tensor, remainder: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ def words(found: dict) -> str:
     tokens = found["coherence"]["between_tokens"][-1]
     sums = found["figure5a"]
     middle = f"{others[len(others) // 2]:.3g} in the median of the layer's other heads" if others else "its only head"
-    sign = "one way (biased)" if abs(share["sum"]) > 0.5 * share["size"] else "both ways"
+    bias = share["sum"] / share["root"] if share["root"] else 0.0
     lines = [
         f"# Diagnosis of {found['name']}: {at}, step {step}", "",
         f"{found['sequences']} sequences of {found['tokens']} tokens at steps {', '.join(map(str, found['steps']))}. "
@@ -31,9 +31,9 @@ def words(found: dict) -> str:
         f"{max(map(abs, five['o_error'])):.2g} in size; V[:, {six['feature']}], the feature that adds most to delta, "
         f"is negative in {six['v_negative']:.0%} of the keys, and P = 1 at {len(six['ones'])} of them. (figures 5, 6)",
         f"4. **Delta.** sum_T (delta_lp - delta_hp) is {share['sum']:+.2e} over these sequences, "
-        f"{sums['per_step'][-1]:+.2e} scaled to a step; the sum of sizes is {share['size']:.2e}, so single tokens err "
-        f"{sign}. {_part(share, 'rows_tied')} of the sum come from rows with several P = 1, "
-        f"{_part(share, 'rows_single')} from rows with one. By position, {_part(share, 'at_ones')} come from keys with "
+        f"{sums['per_step'][-1]:+.2e} scaled to a step: {bias:+.1f} times what errors of these sizes without a "
+        f"bias would add up to (beyond 3 either way: biased). "
+        f"{_part(share, 'rows_tied')} of the sum come from rows with several P = 1, {_part(share, 'rows_single')} from rows with one. By position, {_part(share, 'at_ones')} come from keys with "
         f"P = 1 and {_part(share, 'elsewhere')} from others; {_part(share, 'rest')} from tiles, division and the "
         f"rounding of O. Over all frames {sums['positive']:.0%} of the sequences have a positive sum. (figures 5a, 12)",
         f"5. **Coherence.** The matrices (PK)[T]^T X[T] of two tokens have a mean cosine of "

@@ -173,6 +173,7 @@ def test_delta_shares():
     error = (do.double() * pair.o_error).sum(-1)
     assert found["sum"] == pytest.approx(error.sum().item(), abs=1e-8)
     assert found["size"] == pytest.approx(error.abs().sum().item(), abs=1e-7)
+    assert found["root"] == pytest.approx(error.square().sum().sqrt().item(), abs=1e-8)
     assert found["rows_tied"] + found["rows_single"] + found["rows_none"] == pytest.approx(found["sum"], abs=1e-15)
     assert found["rows"] == {"rows_tied": int((ones.sum(-1) > 1).sum()), "rows_none": 0,
                              "rows_single": int((ones.sum(-1) == 1).sum())} and found["rows"]["rows_tied"] >= 20
