@@ -65,7 +65,8 @@ def delta_shares(pair: Pair, v: Tensor, do: Tensor, ones: Tensor, spec: Attentio
     total, (at_ones, elsewhere) = error.sum().item(), steps.tolist()
     return {"sum": total, "size": error.abs().sum().item(), "root": error.norm().item(),
             "at_ones": at_ones, "elsewhere": elsewhere, "rest": total - at_ones - elsewhere,
-            **{name: error[rows].sum().item() for name, rows in kinds.items()}, "rows": {name: int(rows.sum()) for name, rows in kinds.items()}}
+            **{name: error[rows].sum().item() for name, rows in kinds.items()},
+            "rows": {name: int(rows.sum()) for name, rows in kinds.items()}}
 
 
 def addition_error(values: Tensor, remainder: Tensor) -> Tensor:

@@ -33,7 +33,8 @@ def words(found: dict) -> str:
         f"4. **Delta.** sum_T (delta_lp - delta_hp) is {share['sum']:+.2e} over these sequences, "
         f"{sums['per_step'][-1]:+.2e} scaled to a step: {bias:+.1f} times what errors of these sizes without a "
         f"bias would add up to (beyond 3 either way: biased). "
-        f"{_part(share, 'rows_tied')} of the sum come from rows with several P = 1, {_part(share, 'rows_single')} from rows with one. By position, {_part(share, 'at_ones')} come from keys with "
+        f"{_part(share, 'rows_tied')} of the sum come from rows with several P = 1, "
+        f"{_part(share, 'rows_single')} from rows with one. By position, {_part(share, 'at_ones')} come from keys with "
         f"P = 1 and {_part(share, 'elsewhere')} from others; {_part(share, 'rest')} from tiles, division and the "
         f"rounding of O. Over all frames {sums['positive']:.0%} of the sequences have a positive sum. (figures 5a, 12)",
         f"5. **Coherence.** The matrices (PK)[T]^T X[T] of two tokens have a mean cosine of "
