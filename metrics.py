@@ -73,9 +73,12 @@ def read_run(run: str | Path) -> dict:
     for path in (folder / name for name in names):
         if path.is_file():
             try:
-                return json.loads(path.read_text(encoding="utf-8"))
+                found = json.loads(path.read_text(encoding="utf-8"))
             except ValueError as error:
                 raise MetricsError(f"{path} is no valid JSON ({error}); repair it, or move it away") from error
+            if not isinstance(found, dict) or not isinstance(found.get("order") or {}, dict):
+                raise MetricsError(f"{path} is no run's header; repair it, or move it away")
+            return found
     return {}
 
 

@@ -33,7 +33,11 @@ class Plan:
 
 def prepare(config: Config) -> Plan:
     """Checks everything a user can get wrong. Errors: ValueError (ConfigError, DataError, ...), CheckpointError."""
-    world = int(os.environ.get("WORLD_SIZE", "1"))
+    world = os.environ.get("WORLD_SIZE", "1")
+    if not world.isdecimal() or int(world) < 1:
+        raise ConfigError(f"WORLD_SIZE={world!r} in the environment is no number of ranks; start with torchrun, or "
+                          "unset it")
+    world = int(world)
     if config.gradient_accumulation_steps % world:
         raise ConfigError(f"gradient_accumulation_steps={config.gradient_accumulation_steps} is the total over ranks "
                           f"and is not divisible by the {world} ranks; use a multiple of {world}")

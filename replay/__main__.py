@@ -73,7 +73,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser().parse_args(arguments)
     try:
         options.run(options)
-    except (OrderError, DataError) as error:
+    except (OrderError, DataError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0

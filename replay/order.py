@@ -108,7 +108,7 @@ class OrderFile(_Rows):
         try:
             super().__init__(path, fd)
         except OSError as error:  # a folder, say
-            os.close(fd)
+            self.close()
             raise OrderError(f"the order file {path} cannot be read: {error.strerror}") from None
 
     def check(self, header: Header, steps: int | None = None):

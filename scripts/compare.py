@@ -159,6 +159,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--allow_different_orders", action="store_true", help="compare anyway, and label the output")
     args = parser.parse_args(argv)
     try:
+        if args.output and Path(args.output).suffix not in (".png", ".pdf", ".svg"):
+            raise CompareError(f"-o {args.output} must end in .png, .pdf or .svg")
         runs = load_runs(args.runs)
         result = compare(runs, args.allow_different_orders)
         print(table(result))

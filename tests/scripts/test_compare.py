@@ -186,3 +186,17 @@ def test_missing_and_empty_runs(tmp_path, capsys):
     (tmp_path / "metrics.jsonl").write_text('{"step": 0, "val_loss": 3.0}\n')
     assert main([str(tmp_path)]) == 2
     assert "has no logged loss" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("header", ["[]", '{"order": "x"}'])
+def test_a_header_that_is_none_is_one_sentence(tmp_path, capsys, header):
+    run = make_run(tmp_path / "a", [3.0])
+    (run / "run.json").write_text(header)
+    assert main([str(run), str(run)]) == 2 and "is no run's header" in capsys.readouterr().err
+
+
+def test_an_unknown_picture_format_is_refused_before_anything_is_printed(tmp_path, capsys):
+    run = make_run(tmp_path / "a", [3.0])
+    assert main([str(run), "-o", str(tmp_path / "x.xyz")]) == 2
+    printed = capsys.readouterr()
+    assert "must end in .png, .pdf or .svg" in printed.err and not printed.out

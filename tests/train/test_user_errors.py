@@ -152,3 +152,19 @@ def test_folder_that_cannot_be_written(runner):
     (runner.root / "file").write_text("")
     run = runner("run", code=2, out_dir=runner.root / "file" / "run")
     assert_sentence(run.stderr, "the log of this run cannot be kept in .*file/run: Not a directory")
+
+
+@pytest.mark.parametrize("ranks", ["0", "abc", "-1"])
+def test_a_number_of_ranks_that_is_none(runner, monkeypatch, ranks):
+    monkeypatch.setenv("WORLD_SIZE", ranks)
+    assert_sentence(runner.refused("run"), f"WORLD_SIZE='{ranks}' in the environment is no number of ranks")
+
+
+def test_an_order_file_that_is_a_folder(runner, tmp_path):
+    assert_sentence(runner.refused("run", replay=tmp_path), "order file .* cannot be read: Is a directory")
+
+
+@pytest.mark.parametrize("flags, message", [(dict(seed=1 << 63), "must be below 2\\^63"),
+                                            (dict(learning_rate="inf"), "learning_rate=inf must be finite")])
+def test_numbers_that_cannot_be_used(runner, flags, message):
+    assert_sentence(runner.refused("run", **flags), message)
