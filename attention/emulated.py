@@ -73,17 +73,17 @@ def backward(do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor
         do, q, k, v, lse = _load(do, spec), _load(q, spec), _load(k, spec), _load(v, spec), lse.flatten(0, 1)
         delta = _delta(do, q, k, v, o.to(q.dtype).reshape(q.shape), lse, spec)
         dq, dk, dv = torch.zeros_like(q), torch.empty_like(k), torch.empty_like(v)
-        for keys, rows in _tiles(q, spec):
+        for keys, rows in tiles(q, spec):
             s, p = _probabilities(q[:, rows], k[:, keys], lse[:, rows], spec)
             ds = _dp(do[:, rows], v[:, keys], spec).sub_(delta[:, rows, None]).mul_(p).mul_(alpha)
             if spec.softcap:
                 ds.mul_(1 - (s / spec.softcap).square_())
-            p, ds = _operand(p, spec), _operand(ds, spec)
+            p, ds = operand(p, spec), operand(ds, spec)
             dv[:, keys] = _product(p.mT, do[:, rows])
             dk[:, keys] = _product(ds.mT, q[:, rows])
             dq[:, rows] += _product(ds, k[:, keys])
         for to, x in zip(out, (dq, dk, dv), strict=True):
-            to.copy_(_operand(x, spec).view(shape))
+            to.copy_(operand(x, spec).view(shape))
     return tuple(out)
 
 
@@ -98,8 +98,8 @@ def _tiles_forward(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, want_st
     m = q.new_full(q.shape[:2], -torch.inf)
     l = torch.zeros_like(m)
     ties, row_max = torch.zeros_like(m, dtype=torch.int32), m.clone()
-    for keys, rows in _tiles(q, spec):
-        s = _mask(_scores(q[:, rows], k[:, keys], spec), -torch.inf)
+    for keys, rows in tiles(q, spec):
+        s = mask_future(scores(q[:, rows], k[:, keys], spec), -torch.inf)
         rm = s.amax(-1)
         tied = want_stats or spec.stabilizer in ("paper", "capped")
         rs = (s >= (rm - spec.epsilon)[..., None]).sum(-1) if tied else None
@@ -148,7 +148,7 @@ def _delta(do, q, k, v, o, lse, spec):
     if spec.delta == "do_o":
         return (do * o).sum(-1)
     delta, again = torch.zeros_like(lse), torch.zeros_like(q)
-    for keys, rows in _tiles(q, spec):
+    for keys, rows in tiles(q, spec):
         _, p = _probabilities(q[:, rows], k[:, keys], lse[:, rows], spec)
         if spec.delta == "dp_p":
             delta[:, rows] += _dp(do[:, rows], v[:, keys], spec).mul_(p).sum(-1)
@@ -157,7 +157,7 @@ def _delta(do, q, k, v, o, lse, spec):
     return delta if spec.delta == "dp_p" else (do * again).sum(-1)
 
 
-def _tiles(q: Tensor, spec: AttentionSpec):
+def tiles(q: Tensor, spec: AttentionSpec):
     """Slices (keys of a tile, rows that can see its first key)."""
     T = q.shape[1]
     step = spec.tile_k or T
@@ -165,7 +165,7 @@ def _tiles(q: Tensor, spec: AttentionSpec):
         yield slice(start, min(start + step, T)), slice(start, T)
 
 
-def _scores(q: Tensor, k: Tensor, spec: AttentionSpec) -> Tensor:
+def scores(q: Tensor, k: Tensor, spec: AttentionSpec) -> Tensor:
     """S of one tile, not masked: alpha Q K^T, rounded before and after alpha as `scores` says, then capped in FP32."""
     s = _if(spec.scores, _if(spec.scores, _product(q, k.mT)).mul_(q.shape[-1] ** -0.5))
     return s.div_(spec.softcap).tanh_().mul_(spec.softcap) if spec.softcap else s
@@ -173,16 +173,16 @@ def _scores(q: Tensor, k: Tensor, spec: AttentionSpec) -> Tensor:
 
 def _probabilities(q, k, lse, spec):
     """S of one tile, not masked, and P = exp(S - L), 0 where masked (S there may exceed L by far)."""
-    s = _scores(q, k, spec)
+    s = scores(q, k, spec)
     p = s - lse[..., None] if spec.softcap else s.sub_(lse[..., None])
-    return s, _mask(p, -torch.inf).exp_()
+    return s, mask_future(p, -torch.inf).exp_()
 
 
 def _dp(do: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
     return _if(spec.scores, _product(do, v.mT))
 
 
-def _mask(x: Tensor, value: float) -> Tensor:
+def mask_future(x: Tensor, value: float) -> Tensor:
     """Fills, in place, what row i of a tile must not see: keys after i. Only its leading square has any."""
     n = x.shape[-1]
     future = torch.ones(n, n, dtype=torch.bool, device=x.device).triu_(1)
@@ -200,10 +200,10 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
 def _load(x: Tensor, spec: AttentionSpec) -> Tensor:
     """(B, H, T, D) -> contiguous (B*H, T, D) in at least FP32, its values in the operands' format."""
     x = x.to(torch.promote_types(x.dtype, torch.float32)).contiguous().flatten(0, 1)
-    return _operand(x, spec)
+    return operand(x, spec)
 
 
-def _operand(x: Tensor, spec: AttentionSpec) -> Tensor:
+def operand(x: Tensor, spec: AttentionSpec) -> Tensor:
     return _if(spec.operands, x)
 
 

@@ -66,7 +66,7 @@ def head_spec(spec: AttentionSpec, head: int) -> AttentionSpec:
 
 def operand(x: Tensor, spec: AttentionSpec) -> Tensor:
     """x as the products read it: FP32 that carries the values of the operands' format."""
-    return emulated._operand(x.float(), spec)
+    return emulated.operand(x.float(), spec)
 
 
 @torch.no_grad()
@@ -74,8 +74,8 @@ def scores(q: Tensor, k: Tensor, spec: AttentionSpec) -> Tensor:
     """S (B, T, T) of one head, -inf where masked: the FP32 values that the emulated backend has, tile by tile."""
     q, k = operand(q, spec), operand(k, spec)
     s = q.new_full((*q.shape[:2], q.shape[1]), -torch.inf)
-    for keys, rows in emulated._tiles(q, spec):
-        s[:, rows, keys] = emulated._mask(emulated._scores(q[:, rows], k[:, keys], spec), -torch.inf)
+    for keys, rows in emulated.tiles(q, spec):
+        s[:, rows, keys] = emulated.mask_future(emulated.scores(q[:, rows], k[:, keys], spec), -torch.inf)
     return s
 
 
