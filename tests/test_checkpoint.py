@@ -297,3 +297,12 @@ def test_strip_prefixes_of_compiled_and_ddp_models():
     assert list(strip_prefixes({"a.module.w": 1})) == ["a.module.w"]  # only DDP's leading one
     with pytest.raises(ValueError, match=r"two entries .* called a once"):
         strip_prefixes({"module.a": 1, "_orig_mod.a": 2})
+
+
+def test_a_system_that_writes_in_parts(tmp_path, monkeypatch):
+    """One call to the system writes 2 GiB at most, and may write less: the rest follows, or the file would be cut."""
+    write = os.write
+    monkeypatch.setattr(os, "write", lambda fd, data: write(fd, memoryview(data)[:1000]))
+    path = save(tmp_path, 1, {"w": torch.arange(5000.0)}, 1)
+    monkeypatch.undo()
+    assert path.stat().st_size > 20_000 and torch.equal(load(path)["w"], torch.arange(5000.0))
