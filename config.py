@@ -192,6 +192,8 @@ def load(argv: list[str]) -> Config:
     base = from_file(argv.pop(0)) if argv and not argv[0].startswith("-") else Config()
     if not argv:
         return base
+    if late := [arg for arg in argv if arg.endswith(".toml") and not arg.startswith("-")]:
+        raise ConfigError(f"the config file {late[0]} comes first: train.py {late[0]} --key=value ...")
     import tyro  # here, so that reading a config file needs nothing but Python
 
     return tyro.cli(Config, default=base, args=argv, config=(tyro.conf.FlagConversionOff,), use_underscores=True,

@@ -177,3 +177,8 @@ def test_defaults_are_nanogpts():
     """A nanoGPT user's expectations: the total over ranks, and tokens a step that do not depend on their number."""
     config = from_file(ROOT / "configs" / "gpt2_small_flash_bf16.toml")
     assert config.tokens_per_step == 524_288 and config.sequences_per_step == 512
+
+
+def test_a_config_file_that_does_not_come_first():
+    with pytest.raises(ConfigError, match=r"configs/cpu_standard.toml comes first: train.py configs/cpu_standard.toml"):
+        load(["--max_iters=3", "configs/cpu_standard.toml"])
