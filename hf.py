@@ -54,6 +54,8 @@ def read_pretrained(source: str) -> tuple[GPTConfig, dict[str, Tensor]]:
         raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"{folder}/config.json cannot be read: {error}") from None
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{folder}/config.json is no GPT-2 config")
     for key, ours in FIXED.items():
         if raw.get(key, ours) != ours:
             raise ConfigError(f"{folder}/config.json has {key}={raw[key]!r}; only {ours!r} can be loaded")
@@ -66,6 +68,8 @@ def read_pretrained(source: str) -> tuple[GPTConfig, dict[str, Tensor]]:
                            gelu=GELU_IN[raw.get("activation_function", "gelu_new")])
     except KeyError as error:
         raise ConfigError(f"{folder}/config.json lacks {error}; it is no GPT-2 config") from None
+    except TypeError as error:  # a size that is no number
+        raise ConfigError(f"{folder}/config.json has a size of the wrong type ({error})") from None
     if raw.get("n_inner") not in (None, 4 * config.n_embd):
         raise ConfigError(f"{folder}/config.json has n_inner={raw['n_inner']}; only 4 * n_embd can be loaded")
 

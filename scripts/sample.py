@@ -62,6 +62,9 @@ def sample(source: str, prompt: str, count: int, max_new_tokens: int, temperatur
     """
     model, name, n_tokens = load_model(source, attention)
     coder = tokenizer(name, gpt2_ranks if name == "gpt2" else None)
+    if coder.vocab_size > n_tokens:
+        raise ConfigError(f"{source} has {n_tokens} tokens, but its tokenizer would be {name} with {coder.vocab_size}; "
+                          "a Hugging Face folder names no tokenizer: sample from the run that it was exported from")
     ids = [int(i) for i in coder.encode(prompt)] or [coder.end_of_text]
     if max(ids) >= n_tokens:
         raise ConfigError(f"the prompt's token {max(ids)} is not among the {n_tokens} that {source} was trained on")

@@ -163,6 +163,10 @@ def test_incomplete_and_damaged_folders(folder, tmp_path):
     (tmp_path / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:1000])
     with pytest.raises(ConfigError, match=r"model.safetensors cannot be read"):
         read_pretrained(str(tmp_path))
+    for text, message in (("[]", "is no GPT-2 config"), ('{"n_layer": "2", "n_head": 2, "n_embd": 32}', "wrong type")):
+        (tmp_path / "config.json").write_text(text)
+        with pytest.raises(ConfigError, match=message):
+            read_pretrained(str(tmp_path))
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ConfigError, match=r"config.json cannot be read"):
         read_pretrained(str(tmp_path))

@@ -1,5 +1,6 @@
 """scripts/sample.py and scripts/export_hf.py on small checkpoints, as a user calls them."""
 
+import base64
 import dataclasses
 
 import numpy as np
@@ -134,5 +135,10 @@ def test_an_exported_run_loads_in_transformers_and_samples_from_its_folder(run, 
         assert torch.allclose(again(idx)[0], model(idx)[0], atol=1e-5) and (name, n_tokens) == ("gpt2", 320)
     assert export_hf.main([str(out), str(tmp_path / "real"), "--vocab_size=257"]) == 0
     assert script.load_model(str(tmp_path / "real"))[2] == 257
+    ranks = tmp_path / "ranks"
+    ranks.write_bytes(b"".join(base64.b64encode(bytes([i])) + b" %d\n" % i for i in range(256))
+                      + b"".join(base64.b64encode(b"%d " % i) + b" %d\n" % (256 + i) for i in range(100)))
+    assert script.main([str(tmp_path / "hf"), f"--gpt2_ranks={ranks}"]) == 2
+    assert "has 320 tokens, but its tokenizer would be gpt2 with 357" in capsys.readouterr().err
     assert export_hf.main([str(out), str(tmp_path / "hf")]) == 2
     assert "already holds a config.json" in capsys.readouterr().err
