@@ -100,7 +100,6 @@ def train(trainer: Trainer, info: dict) -> int:
     metrics = Metrics(out, as_dict(config), info, group.is_main)
     log = StepLog(trainer, metrics)
     recorder = None
-
     saved = plan.start if config.init_from == "resume" else None
 
     def save():
@@ -149,6 +148,7 @@ def train(trainer: Trainer, info: dict) -> int:
         metrics.say(f"done: step {trainer.step}, validation loss {record['val_loss']:.4f}, {out}")
         code = 0
     except StopRequested:
+        code = EXIT_NONFINITE  # should the step that waits turn out to be one
         with contextlib.suppress(RunFailed):
             log.settle()
         save()

@@ -150,7 +150,7 @@ class Trainer:
 
     def explain(self, step: int, loss: float, norm: float) -> str:
         """Which step, layer, head and backend; over the micro-batches of all ranks, so that rank 0 alone can tell."""
-        self.step = step
+        self.step, self.stop.requested = step, False  # the run ends here, so a signal has nothing left to ask for
         self.optimizer.zero_grad()
         self.gradients()  # once more: those of the next step have replaced them
         rows = self.row(step).reshape(-1, self.config.batch_size)

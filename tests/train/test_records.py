@@ -1,7 +1,9 @@
 """What a run leaves in its folder: every step that says something, one branch, one owner, rows before weights."""
 
 import math
+import os
 import shutil
+import signal
 
 import pytest
 
@@ -32,6 +34,22 @@ def test_a_non_finite_step_is_logged_whatever_the_interval_and_counts_as_failed(
     assert math.isfinite(run.losses[-1]) and failure_of(run.records) == 5 and failure_of(run.records[:2]) is None
     skipped = runner("skipped", on_nonfinite="skip", log_interval=4, eval_interval=50, max_iters=12)
     assert [r["step"] for r in skipped.records if r.get("skipped")] == [5] and failure_of(skipped.records) is None
+
+
+def test_a_signal_right_after_a_non_finite_step(runner, monkeypatch):
+    """The signal is seen before the step's numbers are read: the step is what ends the run, in one sentence."""
+    poison(monkeypatch, 3)
+    gradients = train.Trainer.gradients
+
+    def signalled(self):
+        if self.step == 4:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return gradients(self)
+
+    monkeypatch.setattr(train.Trainer, "gradients", signalled)
+    run = runner("run", code=train.EXIT_NONFINITE, eval_interval=50, checkpoint_interval=50)
+    assert len(run.stderr.splitlines()) == 1 and "stopped: step 3: loss" in run.stderr
+    assert run.info["sessions"][-1]["exit_code"] == 3 and run.records[-1]["stopped"] is True and run.steps == [0]
 
 
 def test_every_probe_is_logged(runner):
