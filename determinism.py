@@ -36,6 +36,9 @@ def set_determinism(seed: int, deterministic: bool) -> None:
     torch.backends.cudnn.deterministic = deterministic
     # Atomic sums (embedding backward, index_add, fused attention) are replaced, or raise where that is impossible.
     torch.use_deterministic_algorithms(deterministic)
+    # On by default with the line above: it fills every new tensor with NaN first, a pass over memory for nothing here,
+    # where each kernel writes all of its output.
+    torch.utils.deterministic.fill_uninitialized_memory = False
 
 
 def seed_microbatch(seed: int, index: int) -> None:

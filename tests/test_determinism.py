@@ -24,6 +24,7 @@ def restored(monkeypatch):
               (cudnn, "benchmark"), (cudnn, "deterministic"), (cudnn, "allow_tf32")]
     before = [getattr(owner, name) for owner, name in places]
     precision, strict = torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled()
+    filled = torch.utils.deterministic.fill_uninitialized_memory
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")  # setenv first, so that the original comes back afterwards
     yield
@@ -31,6 +32,7 @@ def restored(monkeypatch):
         setattr(owner, name, value)
     torch.set_float32_matmul_precision(precision)
     torch.use_deterministic_algorithms(strict)
+    torch.utils.deterministic.fill_uninitialized_memory = filled
 
 
 @pytest.mark.parametrize("deterministic", [True, False])
@@ -42,7 +44,7 @@ def test_precision_flags_do_not_depend_on_determinism(deterministic):
     assert not torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
     assert not torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction
     assert torch.are_deterministic_algorithms_enabled() == torch.backends.cudnn.deterministic == deterministic
-    assert not torch.backends.cudnn.benchmark
+    assert not torch.backends.cudnn.benchmark and not torch.utils.deterministic.fill_uninitialized_memory
     assert os.environ.get("CUBLAS_WORKSPACE_CONFIG") == (":4096:8" if deterministic else None)
 
 
