@@ -1,5 +1,6 @@
 """Runs several arms of one experiment side by side: train.py as subprocesses, over the GPUs that are there."""
 
+import math
 import os
 import subprocess
 import sys
@@ -19,19 +20,23 @@ def outcome(run: Path) -> int | None:
     return sessions[-1].get("exit_code") if sessions else None
 
 
-def run_arms(arms: dict[str, list[str]], folder: Path, parallel: int, gpus: int, say=print) -> dict[str, int]:
+def run_arms(arms: dict[str, list[str]], folder: Path, parallel: int, gpus: int, say=print,
+             limit_s: float = math.inf) -> dict[str, int]:
     """Runs `train.py ARGV --out_dir=folder/NAME` for each {NAME: ARGV}, at most `parallel` at a time, in order.
 
     An arm that has its outcome already is not run again, and one that was interrupted is resumed. With several GPUs
-    the arms take turns on them. What an arm prints goes to folder/NAME.log. Returns exit statuses by name; an arm that
-    fails does not stop the others, since a failed arm may be the result.
+    the arms take turns on them. What an arm prints goes to folder/NAME.log. After `limit_s` seconds no arm is started,
+    and those that run save and end, for a later call to go on with. Returns exit statuses by name; an arm that fails
+    does not stop the others, since a failed arm may be the result.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     waiting, running, codes, started = list(arms.items()), {}, {}, time.monotonic()
     try:
         while waiting or running:
+            if time.monotonic() - started > limit_s:
+                break
             while waiting and len(running) < parallel:
                 name, argv = waiting.pop(0)
+                (folder / name).parent.mkdir(parents=True, exist_ok=True)
                 codes[name] = outcome(folder / name)
                 if codes[name] in RESULTS:
                     continue
@@ -59,8 +64,9 @@ def run_arms(arms: dict[str, list[str]], folder: Path, parallel: int, gpus: int,
                 say(f"[{time.monotonic() - started:5.0f} s] {name}: ended with status {process.returncode}"
                     + ("" if process.returncode == 0 else f", see {folder / name}.log"), flush=True)
     finally:
-        for process, _, log in running.values():  # interrupted: each arm saves and ends
+        for process, _, _ in running.values():  # interrupted: each arm saves and ends
             process.terminate()
-            process.wait()
+        for name, (process, _, log) in running.items():
+            codes[name] = process.wait()
             log.close()
     return codes

@@ -7,7 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from scripts.isolate import ARMS, interval, propose, row, summary
+from attention import layer_specs
+from config import load
+from scripts import cures, grid
+from scripts.isolate import ARMS
+from scripts.rates import Arm, interval, propose, row, summary
 from scripts.runs import Run
 
 
@@ -40,9 +44,27 @@ def test_interval_solves_wilsons_equation(failed, runs):
 
 def test_unfinished_runs_are_counted_as_such():
     rows = [{"arm": "pv_fp32", "failed": f} for f in (True, False, None)]
-    line = next(s for s in summary(rows) if s["arm"] == "pv_fp32")
+    line = next(s for s in summary(rows, ARMS) if s["arm"] == "pv_fp32")
     assert (line["failed"], line["finished"], line["unfinished"], line["paper"]) == (1, 2, 1, "stable")
-    assert len(summary(rows)) == len(ARMS)
+    assert len(summary(rows, ARMS)) == len(ARMS) and line["median_final_loss"] is None
+
+
+def test_medians_are_over_finished_runs():
+    rows = [{"arm": "a", "failed": f, "step_of_failure": s, "final_loss": loss} for f, s, loss in
+            ((True, 100, 5.0), (True, 300, 6.0), (False, None, 3.0), (None, None, 99.0))]
+    (line,) = summary(rows, {"a": Arm()})
+    assert (line["median_step_of_failure"], line["median_final_loss"], line["median_ties"]) == (200, 5.0, None)
+
+
+@pytest.mark.parametrize("flags", [*(a.flags for a in cures.ARMS.values()), *grid.ROUNDED.values(),
+                                   *(a.flags for a in ARMS.values())], ids=str)
+def test_every_arm_is_a_config_that_can_run(flags):
+    """The names of its flags, their values, and the specs that they make."""
+    words = {"layer": 1, "head": 2, "heads": "2,3"}
+    config = load(["configs/mini_flash_bf16.toml", *(flag.format(**words) for flag in flags)])
+    specs = layer_specs(config.n_layer, config.n_head, config.attention, config.switches, config.attention_override,
+                        config.output_heads)
+    assert len(specs) == config.n_layer
 
 
 def test_it_runs_and_goes_on_where_it_was(runner, corpus):
@@ -58,7 +80,7 @@ def test_it_runs_and_goes_on_where_it_was(runner, corpus):
     assert all(r["failed"] is False and r["last_step"] == 3 and r["wq_norm"] > 0 for r in found["rows"])
     specs = json.loads((folder / "seed1/o_fp32_outlier_heads/run.json").read_text())["attention"]
     assert "fp32_heads=" in specs[found["rows"][0]["layer"]]
-    assert "flash_bf16                fails      0 of 1" in out
+    assert "flash_bf16                fails     0 of 1" in out
 
     header = folder / "seed1/delta_dp_p/run.json"
     run = json.loads(header.read_text())
@@ -68,3 +90,18 @@ def test_it_runs_and_goes_on_where_it_was(runner, corpus):
     assert out.count("started") == 1 and "delta_dp_p: started" in out, (out, err)
     assert json.loads((folder / "isolation.json").read_text()) == found
     assert row("absent", 3, folder / "absent", None)["failed"] is None
+
+
+def test_grid_runs_each_arm_at_each_point_and_draws_it(runner, corpus):
+    own = ("--out_dir", "--dataset", "--max_iters", "--batch_size", "--learning_rate")
+    flags = [a for a in runner.argv("unused") if not a.startswith(own)]
+    out = runner.root / "grid"
+    command = [sys.executable, "scripts/grid.py", "--config", "configs/cpu_flash_bf16.toml", "--dataset", str(corpus),
+               "--out", str(out), "--steps", "2", "--arms", "scores_pv", "--learning_rates", "1e-3", "2e-3",
+               "--batch_sizes", "2", *flags]
+    said = runner.start(command).communicate(timeout=120)
+    found = json.loads((out / "grid.json").read_text())
+    assert [r["arm"] for r in found["rows"]] == ["scores_pv_0.001_2", "scores_pv_0.002_2"], said
+    assert all(r["failed"] is False for r in found["rows"]) and (out / "grid.png").stat().st_size > 5000
+    config = json.loads((out / "seed1/scores_pv_0.002_2/run.json").read_text())["config"]
+    assert (config["learning_rate"], config["batch_size"], config["delta"]) == (2e-3, 2, "dp_p")

@@ -1,0 +1,42 @@
+"""What cures the failing run, and at what price: every remedy that we know of, over the same seeds and batches.
+
+    python scripts/cures.py --dataset data/mini [--seeds 1 2 3 4 5] [--steps 10000] [--arms ARM ...] [--out runs/cures]
+
+Rules of the stabilizer with their constants (Algorithm 3 and variants: NUMERICS in attention/spec.py), exacter
+roundings, and remedies from elsewhere. Compare the medians with flash_fp32's. How runs are made and counted: rates.py.
+Writes cures.json into --out.
+"""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from scripts.rates import FAILS, STABLE, Arm, main
+
+RULES = ("capped", "clamp", "fixed", "unconditional", "lazy_max")  # the paper's own is an arm beside them
+BETAS, EPSILONS = (1.001, 1.1, 2.0, 8.0, 100.0), (0.0, 1e-3, 1e-2)
+
+ARMS = {
+    "flash_bf16": Arm((), FAILS, "3.1"),
+    "flash_fp32": Arm(("--attention=flash_fp32",), STABLE, "3.1"),
+    "flash_fa2": Arm(("--attention=flash_fa2",)),
+    "stabilized": Arm(("--attention=stabilized",), STABLE, "4.2"),
+    "stabilizer_paper": Arm(("--attention=stabilized", "--stabilizer=paper"), STABLE, "4.2"),
+    **{f"stabilizer_{rule}": Arm(("--attention=stabilized", f"--stabilizer={rule}")) for rule in RULES},
+    **{f"beta_{beta:g}": Arm(("--attention=stabilized", f"--beta={beta:g}")) for beta in BETAS},
+    **{f"epsilon_{epsilon:g}": Arm(("--attention=stabilized", f"--epsilon={epsilon:g}")) for epsilon in EPSILONS},
+    "output_fp32": Arm(("--output=fp32", "--pv=fp32"), STABLE, "3.2"),
+    "output_stochastic": Arm(("--output=stochastic",)),
+    "pv_fp32": Arm(("--pv=fp32",), STABLE, "3.3.2"),
+    "scores_fp32": Arm(("--scores=fp32",)),
+    "qk_norm": Arm(("--qk_norm=True",)),
+    "qk_clip_100": Arm(("--qk_clip=100",)),
+    "gated_attention": Arm(("--gated_attention=True",)),
+    "softcap_50": Arm(("--softcap=50",)),
+    "adamw_eps_1e-5": Arm(("--eps=1e-5",)),
+    "weight_decay_0.1": Arm(("--weight_decay=0.1",)),
+}
+
+if __name__ == "__main__":
+    sys.exit(main(__doc__, ARMS, "runs/cures", "cures.json"))
