@@ -34,6 +34,11 @@ class Plan:
     remedies: list[AttentionSpec]  # what monitor=switch moves each layer to; empty without it
     switches: list[Switch]  # layers that change their attention on the way, by step: replayed, or of the checkpoint
 
+    @property
+    def all_specs(self) -> list[AttentionSpec]:
+        """Every spec that a layer may come to have."""
+        return [*self.specs, *self.remedies, *(from_key(switch.spec) for switch in self.switches)]
+
 
 def prepare(config: Config) -> Plan:
     """Checks everything a user can get wrong. Errors: ValueError (ConfigError, DataError, ...), CheckpointError."""

@@ -30,7 +30,7 @@ from optim import learning_rate
 from plan import check_ranks_agree, prepare
 from replay.order import OrderError, Recorder
 from replay.switches import companion, plain, write_switches
-from runinfo import describe_run, print_header
+from runinfo import describe_run, print_header, print_switches
 from stop import StopRequested, StopSignal
 from trainer import Readback, Trainer
 
@@ -139,6 +139,7 @@ def train(trainer: Trainer, info: dict) -> int:
     config, plan, group = trainer.config, trainer.plan, trainer.group
     out = Path(config.out_dir)
     print_header(info, group)
+    print_switches(config, plan, group)
     metrics = Metrics(out, as_dict(config), info, group.is_main)
     log = StepLog(trainer, metrics)
     recorder, intervals = None, (config.probe_interval, config.monitor != "off" and config.monitor_interval)
