@@ -110,7 +110,7 @@ class Config:
 
     # Watching
     probe_interval: int = 0  # steps between probes of ties and W_Q norms; 0 is off
-    probe_sequences: int = 2  # sequences of the step's first micro-batch that a probe reads
+    probe_sequences: int = 2  # sequences of each rank's first micro-batch that a probe reads
     monitor: Literal["off", "warn", "stop", "switch"] = "off"  # early warning: print, end (status 5), or switch
     monitor_interval: int = 100  # steps between the monitor's measurements, which are logged as probes are
     monitor_remedy: str = "stabilized"  # monitor=switch moves a layer to this: BACKEND[+SWITCH=VALUE] or SWITCH=VALUE
