@@ -44,6 +44,7 @@ class Config:
     block_size: int = 1024  # tokens a sequence
     record: bool = True  # write every step's token offsets to out_dir/order.bin
     replay: str = ""  # take the offsets from this order file instead of drawing them
+    replay_switches: bool = False  # also switch the layers that the run of that order switched, at its steps
     seed: int = 1337  # of the weights, the drawn order, dropout and stochastic rounding
 
     # Model
@@ -109,16 +110,24 @@ class Config:
 
     # Watching
     probe_interval: int = 0  # steps between probes of ties and W_Q norms; 0 is off
-    probe_sequences: int = 2  # sequences of the step's first micro-batch that a probe reads
+    probe_sequences: int = 2  # sequences of each rank's first micro-batch that a probe reads
+    monitor: Literal["off", "warn", "stop", "switch"] = "off"  # early warning: print, end (status 5), or switch
+    monitor_interval: int = 100  # steps between the monitor's measurements, which are logged as probes are
+    monitor_remedy: str = "stabilized"  # monitor=switch moves a layer to this: BACKEND[+SWITCH=VALUE] or SWITCH=VALUE
+    monitor_ties: float = 0.4  # warn above this share of tied rows of a head, median of 5 measurements; 0 is off
+    monitor_wq_ratio: float = 3.0  # warn above this norm of a head's W_Q over the median of all heads; 0 is off
+    monitor_wq_norm: float = 0.0  # warn above this spectral norm of a head's W_Q; 0 is off
+    monitor_row_max: float = 0.0  # warn above this largest score of a layer, median of 5 measurements; 0 is off
     stop_when_failed: bool = False  # end the run, exit status 4, where it counts as failed (failure.FailureRule)
     on_nonfinite: Literal["stop", "skip", "ignore"] = "stop"  # what a non-finite gradient does, before the update
 
     def __post_init__(self):
         positive = ("eval_iters eval_interval log_interval checkpoint_interval keep_checkpoints batch_size block_size "
                     "gradient_accumulation_steps n_layer n_head n_embd max_iters learning_rate lr_decay_iters "
-                    "collective_timeout_s probe_sequences muon_learning_rate").split()
+                    "collective_timeout_s probe_sequences monitor_interval muon_learning_rate").split()
         not_negative = ("vocab_size dropout qk_clip logit_softcap weight_decay eps grad_clip warmup_iters min_lr "
-                        "probe_interval seed muon_weight_decay").split()
+                        "probe_interval seed muon_weight_decay monitor_ties monitor_wq_ratio monitor_wq_norm "
+                        "monitor_row_max").split()
         for name in positive + not_negative:
             value = getattr(self, name)
             if not (value > 0 or (value == 0 and name in not_negative)):
@@ -131,6 +140,11 @@ class Config:
         for name in ("beta1", "beta2", "dropout", "muon_momentum"):
             if not 0 <= getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)} must be in [0, 1)")
+        if self.monitor_ties >= 1:
+            raise ConfigError(f"monitor_ties={self.monitor_ties} is a share of rows, so it must be below 1; 0 is off")
+        if self.monitor != "off" and not self.monitor_thresholds:
+            raise ConfigError(f"monitor={self.monitor} has nothing to watch: monitor_ties, monitor_wq_ratio, "
+                              "monitor_wq_norm and monitor_row_max are all 0; set one, or monitor=off")
         if self.n_embd % self.n_head:
             raise ConfigError(f"n_embd={self.n_embd} is not divisible by n_head={self.n_head}")
 
@@ -142,6 +156,12 @@ class Config:
     @property
     def sequences_per_step(self) -> int:
         return self.gradient_accumulation_steps * self.batch_size
+
+    @property
+    def monitor_thresholds(self) -> dict[str, float]:
+        """What diagnostics.monitor watches, by signal."""
+        values = {name: getattr(self, f"monitor_{name}") for name in ("ties", "wq_ratio", "wq_norm", "row_max")}
+        return {name: value for name, value in values.items() if value}
 
     @property
     def switches(self) -> dict:

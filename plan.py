@@ -9,13 +9,15 @@ from pathlib import Path
 import torch
 
 import checkpoint
-from attention import AttentionSpec, layer_specs
+from attention import AttentionSpec, changed, layer_specs, same_numerics
+from attention.spec import NO_SWITCHES, from_key
 from config import Config, ConfigError
 from data.loader import Tokens, open_tokens, valid_starts
 from data.meta import corpus_folder
 from metrics import read_metrics
 from model import GPTConfig
 from replay.order import Header, OrderError, OrderFile, check_continues
+from replay.switches import Switch, companion, from_plain, read_switches
 
 
 @dataclass
@@ -29,6 +31,13 @@ class Plan:
     model_args: GPTConfig
     state: dict | None  # a checkpoint to go on from
     start: int  # finished steps
+    remedies: list[AttentionSpec]  # what monitor=switch moves each layer to; empty without it
+    switches: list[Switch]  # layers that change their attention on the way, by step: replayed, or of the checkpoint
+
+    @property
+    def all_specs(self) -> list[AttentionSpec]:
+        """Every spec that a layer may come to have."""
+        return [*self.specs, *self.remedies, *(from_key(switch.spec) for switch in self.switches)]
 
 
 def prepare(config: Config) -> Plan:
@@ -43,9 +52,8 @@ def prepare(config: Config) -> Plan:
                           f"and is not divisible by the {world} ranks; use a multiple of {world}")
     specs = layer_specs(config.n_layer, config.n_head, config.attention, config.switches, config.attention_override,
                         config.output_heads)
-    if config.dtype == "float16" and any(s.rounds_bf16 for s in specs):
-        raise ConfigError(f"dtype=float16 with attention={config.attention}: that backend rounds to BF16; use "
-                          "standard, sdpa or flash_fp32 with float16, or dtype=bfloat16")
+    _check_float16(config, specs)
+    remedies = _remedies(config, specs)
     out = Path(config.out_dir)
     if config.init_from != "resume" and (checkpoint.checkpoints(out) or _has_records(out)):
         raise ConfigError(f"out_dir={out} already holds a run; go on with --init_from=resume or choose another out_dir")
@@ -89,7 +97,63 @@ def prepare(config: Config) -> Plan:
         check_continues(out / "order.bin", header)
         if not config.record:
             raise ConfigError(f"{out} holds the order that this run recorded so far; go on with record=true")
-    return Plan(specs, tokens, header, order, model_args, state, start)
+    return Plan(specs, tokens, header, order, model_args, state, start, remedies, _switches(config, state))
+
+
+def _check_float16(config: Config, specs: list[AttentionSpec]) -> None:
+    if config.dtype == "float16" and any(s.rounds_bf16 for s in specs):
+        backend = next(s.backend for s in specs if s.rounds_bf16)
+        raise ConfigError(f"dtype=float16 with attention={backend}: that backend rounds to BF16; use "
+                          "standard, sdpa or flash_fp32 with float16, or dtype=bfloat16")
+
+
+def _remedies(config: Config, specs: list[AttentionSpec]) -> list[AttentionSpec]:
+    """What monitor=switch would move each layer to. Errors: ConfigError for a monitor that could do nothing."""
+    if config.monitor == "off":
+        return []
+    if all(spec.backend in NO_SWITCHES for spec in specs):
+        raise ConfigError(f"monitor={config.monitor} watches the rows of flash backends, and every layer has "
+                          f"{' or '.join(sorted({s.backend for s in specs}))}; use monitor=off with that")
+    if config.monitor != "switch":
+        return []
+    if config.replay_switches:
+        raise ConfigError("monitor=switch with replay_switches=True: the order's switches are replayed, so no new ones "
+                          "can be decided; use monitor=warn, or replay_switches=False")
+    try:
+        remedies = [changed(spec, config.monitor_remedy, config.switches) for spec in specs]
+    except ValueError as error:
+        raise ConfigError(f"monitor_remedy={config.monitor_remedy!r}: {error}") from None
+    if all(map(same_numerics, specs, remedies)):
+        raise ConfigError(f"monitor_remedy={config.monitor_remedy!r} changes nothing: every layer rounds so already "
+                          f"({specs[0].describe()}); choose another remedy, or monitor=warn")
+    _check_float16(config, remedies)
+    return remedies
+
+
+def _switches(config: Config, state: dict | None) -> list[Switch]:
+    """The changes that a resumed run has made or is about to make, and those of the run whose order is replayed."""
+    switches = []
+    if config.init_from == "resume":
+        switches = from_plain(state.get("switches", []), f"the checkpoint in {config.out_dir}")
+    if config.replay_switches:
+        if not config.replay:
+            raise ConfigError("replay_switches=True without an order file; give --replay=order.bin too, or leave it")
+        path = companion(config.replay)
+        switches += [switch for switch in read_switches(path) if switch not in switches]
+    for switch in switches:
+        what = f"the switch of layer {switch.layer} at step {switch.step}"
+        if switch.layer >= config.n_layer:
+            raise OrderError(f"{what} cannot be replayed with n_layer={config.n_layer}; use replay_switches=False")
+        try:
+            spec = from_key(switch.spec)
+        except (TypeError, ValueError) as error:
+            raise OrderError(f"{what} is to a spec that this program cannot compute ({error}); replay with "
+                             "replay_switches=False") from None
+        if max(spec.output_heads, default=0) >= config.n_head:
+            raise OrderError(f"{what} names output_heads={spec.output_heads}, but n_head={config.n_head}; replay with "
+                             "replay_switches=False")
+        _check_float16(config, [spec])
+    return sorted(switches, key=lambda s: s.step)
 
 
 def _has_records(out: Path) -> bool:

@@ -10,13 +10,16 @@ from pathlib import Path
 import torch
 
 from attention import kernel_for
+from attention.spec import from_key
 from config import as_dict
+from replay.switches import companion, read_switches
 
 
 def describe_run(config, plan, group, trainer) -> dict:
     """The run header as plain values (JSON); `plan` and `trainer` as train.py makes them."""
     tokens = plan.tokens["train"]
     kernels = {kernel_for(spec, group.device) for spec in plan.specs}
+    triton = [spec for spec in plan.all_specs if kernel_for(spec, group.device) == "triton"]  # or an error, now
     info = {
         "name": config.wandb_run_name or Path(config.out_dir).name,
         "command": " ".join([Path(sys.executable).name, *sys.argv]),
@@ -28,6 +31,7 @@ def describe_run(config, plan, group, trainer) -> dict:
         "optimizer": trainer.optimizer.describe(),
         "data": {"path": str(tokens.path), "tokens": tokens.n_tokens, "sha256": tokens.sha256},
         "order": _describe_order(config, plan),
+        **({"monitor": _describe_monitor(config)} if config.monitor != "off" else {}),
         "start_step": plan.start,
         "world_size": group.world_size,
         "device": group.device.type,
@@ -36,12 +40,11 @@ def describe_run(config, plan, group, trainer) -> dict:
         "versions": {"python": platform.python_version(), "torch": torch.__version__, "cuda": torch.version.cuda}
         | {name: _version(name) for name in ("triton", "numpy")},
     }
-    if "triton" in kernels:
+    if triton:
         from attention.flash import describe_launch
 
         head = config.n_embd // config.n_head
-        info["launch"] = sorted({describe_launch(s, head, group.device) for s in plan.specs
-                                 if kernel_for(s, group.device) == "triton"})
+        info["launch"] = sorted({describe_launch(spec, head, group.device) for spec in triton})
     return info
 
 
@@ -62,6 +65,8 @@ def print_header(info: dict, group) -> None:
         "code": f"commit {info['git_commit'][:12]}{' (changed)' if info['git_dirty'] else ''}, "
                 + ", ".join(f"{k} {v}" for k, v in info["versions"].items() if v),
     }
+    if "monitor" in info:
+        lines["monitor"] = info["monitor"]
     for name, text in lines.items():
         group.print(f"{name:>7}: {text}")
     for first, last, text in _runs(info["attention"]):
@@ -71,12 +76,29 @@ def print_header(info: dict, group) -> None:
     group.print(info["optimizer"])
 
 
+def print_switches(config, plan, group) -> None:
+    """The layers that change their attention on the way, and known switches that this run does not make."""
+    for switch in plan.switches:
+        group.print(f" switch: layer {switch.layer} from step {switch.step} on: {from_key(switch.spec).describe()}")
+    if config.replay and not config.replay_switches and companion(config.replay).exists():
+        count = len(read_switches(companion(config.replay)))
+        group.print(f" switch: {count} of {companion(config.replay)} not replayed; --replay_switches=True does it")
+    if config.init_from != "resume" and (count := len((plan.state or {}).get("switches", ()))):
+        group.print(f" switch: {count} of {config.init_from} not taken over, only --init_from=resume does that")
+
+
 def _describe_order(config, plan) -> dict:
     if plan.order:
         return {"mode": "replayed", "path": str(config.replay), "rows": config.max_iters,
                 "sha256": plan.order.sha256(config.max_iters)}
     path = str(Path(config.out_dir) / "order.bin") if config.record else ""
     return {"mode": "recorded" if config.record else "drawn", "path": path, "rows": None, "sha256": None}
+
+
+def _describe_monitor(config) -> str:
+    watched = ", ".join(f"{name} > {value:g}" for name, value in config.monitor_thresholds.items())
+    remedy = f" to {config.monitor_remedy}" if config.monitor == "switch" else ""
+    return f"{config.monitor}{remedy} on {watched}, every {config.monitor_interval} steps"
 
 
 def _runs(lines: list[str]):

@@ -8,6 +8,7 @@ wrong with a config, a corpus or an order file is found by plan.py, before anyth
 """
 
 import contextlib
+import dataclasses
 import os
 import sys
 import time
@@ -21,18 +22,21 @@ from checkpoint import CheckpointError, NonFiniteState
 from config import as_dict, load
 from data.loader import DataError
 from determinism import set_determinism
-from diagnostics.probes import probe
+from diagnostics.monitor import Alarm, MonitorRule
+from diagnostics.probes import as_record
 from failure import RISE, WINDOW, FailureRule
 from metrics import Metrics, MetricsError, read_metrics
 from optim import learning_rate
 from plan import check_ranks_agree, prepare
 from replay.order import OrderError, Recorder
-from runinfo import describe_run, print_header
+from replay.switches import companion, plain, write_switches
+from runinfo import describe_run, print_header, print_switches
 from stop import StopRequested, StopSignal
 from trainer import Readback, Trainer
 
 USER_ERRORS = (CheckpointError, MetricsError, OrderError, DataError)
-EXIT_USER, EXIT_NONFINITE, EXIT_FAILED, EXIT_SIGTERM = 2, 3, 4, 143  # 143 = 128 + SIGTERM, as a shell reports it
+EXIT_USER, EXIT_NONFINITE, EXIT_FAILED, EXIT_WARNED = 2, 3, 4, 5
+EXIT_SIGTERM = 143  # 128 + SIGTERM, as a shell reports it
 
 
 class NonFiniteError(RuntimeError):
@@ -43,31 +47,42 @@ class RunFailed(Exception):
     """The loss exploded by failure.FailureRule, and stop_when_failed asks to end the run there."""
 
 
+class RunWarned(Exception):
+    """The monitor warned, and monitor=stop asks to end the run there."""
+
+
 class StepLog:
     """Logs each step one step late, when its numbers have left the device: so neither waits for the other."""
 
     def __init__(self, trainer: Trainer, metrics: Metrics):
         self.trainer, self.config, self.metrics = trainer, trainer.config, metrics
         self.waiting, self.steps, self.began = None, 0, time.perf_counter()
-        self.rule = FailureRule()
-        if self.config.init_from == "resume" and self.config.stop_when_failed:
-            for record in read_metrics(self.config.out_dir):
-                if record["step"] < trainer.step and "loss" in record:
-                    self.rule.failed(record["loss"])
+        self.rule, self.monitor = FailureRule(), MonitorRule(self.config.monitor_thresholds)
+        if self.config.init_from == "resume" and (self.config.stop_when_failed or self.config.monitor != "off"):
+            for record in read_metrics(self.config.out_dir):  # both rules go on where they were
+                if record["step"] < trainer.step:
+                    self.monitor.update(record)
+                    if "loss" in record:
+                        self.rule.failed(record["loss"])
+            self.switch(self.monitor.active, trainer.step)  # of which an earlier session only warned
+        self.keep_switches()
 
-    def add(self, record: dict, readback: Readback):
+    def add(self, record: dict, readback: Readback, probed: Readback | None = None):
         """What is known of a step, and its numbers that the device may still be working on."""
-        self.waiting, self.steps, self.now = (record, readback), self.steps + 1, time.perf_counter()
+        self.waiting, self.steps, self.now = (record, readback, probed), self.steps + 1, time.perf_counter()
 
     def settle(self):
         """Finishes the step that waits, before anything follows from it. Errors: NonFiniteError, MetricsError, and
-        RunFailed where that is asked for."""
+        RunFailed and RunWarned where that is asked for."""
         if not self.waiting:
             return
-        (record, readback), self.waiting = self.waiting, None
+        (record, readback, probed), self.waiting = self.waiting, None
         step, config = record["step"], self.config
         loss, norm, bad, updated = readback.numbers()
         stop = bad and config.on_nonfinite == "stop"
+        record |= as_record(probed.numbers()) if probed else {}
+        alarms = self.monitor.update(record) if config.monitor != "off" else []
+        record |= {"warnings": [dataclasses.asdict(alarm) for alarm in alarms]} if alarms else {}
         told = bad or not updated or len(record) > 1  # by an evaluation or a probe
         if told or step % config.log_interval == 0 or step + 1 == config.max_iters:
             record |= {"loss": loss, "lr": learning_rate(step, config), "grad_norm": norm,
@@ -81,6 +96,33 @@ class StepLog:
             if config.stop_when_failed and self.rule.failed(loss):
                 raise RunFailed(f"failed at step {step}: the mean of the last {WINDOW} logged losses is {RISE} above "
                                 "its minimum, or the loss is not finite")
+        self.act(alarms)
+
+    def act(self, alarms: list[Alarm]):
+        """Says each warning and does what `monitor` asks for: from the next step on, whenever this one is settled."""
+        for alarm in alarms:
+            self.metrics.say(f"monitor: {alarm}")
+        self.switch({(alarm.layer, alarm.head) for alarm in alarms}, self.trainer.step + 1)
+        if alarms and self.config.monitor == "stop":
+            raise RunWarned(f"stopped by the monitor: {alarms[0]}")
+
+    def switch(self, places: set[tuple[int, int | None]], step: int):
+        """monitor=switch: the layers of these (layer, head) move to their remedy before `step`."""
+        if self.config.monitor != "switch":
+            return
+        if moving := self.trainer.plan_switch({layer for layer, _ in places}, step):
+            for layer in moving:
+                self.metrics.say(f"monitor: layer {layer} moves to {self.config.monitor_remedy} from step {step} on")
+            self.keep_switches()
+
+    def keep_switches(self):
+        """Writes the switches of this run beside its order, and into run.json, before any step depends on them."""
+        switches, path = self.trainer.switched(), companion(Path(self.config.out_dir) / "order.bin")
+        if not self.metrics.enabled or not (switches or path.exists() or self.config.monitor == "switch"):
+            return
+        if self.config.record:
+            write_switches(path, switches)
+        self.metrics.update_run(switches=plain(switches))
 
     @contextlib.contextmanager
     def pause(self):
@@ -97,9 +139,10 @@ def train(trainer: Trainer, info: dict) -> int:
     config, plan, group = trainer.config, trainer.plan, trainer.group
     out = Path(config.out_dir)
     print_header(info, group)
+    print_switches(config, plan, group)
     metrics = Metrics(out, as_dict(config), info, group.is_main)
     log = StepLog(trainer, metrics)
-    recorder = None
+    recorder, intervals = None, (config.probe_interval, config.monitor != "off" and config.monitor_interval)
     saved = plan.start if config.init_from == "resume" else None
 
     def save():
@@ -125,7 +168,9 @@ def train(trainer: Trainer, info: dict) -> int:
                 recorder.append(step, trainer.row(step))
         while trainer.step < config.max_iters:
             step = trainer.step
-            record = {"step": step}
+            record = {"step": step} | trainer.switch()
+            if "switched" in record:
+                log.keep_switches()
             if step % config.checkpoint_interval == 0:
                 with log.pause():
                     save()
@@ -138,26 +183,26 @@ def train(trainer: Trainer, info: dict) -> int:
             trainer.optimizer.set_lr(step)
             loss = trainer.gradients()
             log.settle()  # the step before, while the device works on this one's gradients
-            if config.probe_interval and step % config.probe_interval == 0:
-                record |= probe(trainer.raw, trainer.first[: config.probe_sequences], trainer.autocast)
-            log.add(record, trainer.update(loss))
+            probed = trainer.probe() if any(every and step % every == 0 for every in intervals) else None
+            log.add(record, trainer.update(loss), probed)
         log.settle()
-        record = {"step": trainer.step, "val_loss": trainer.evaluate()}
+        record = {"step": trainer.step} | trainer.switch()
+        record["val_loss"] = trainer.evaluate()
         metrics.log(record)
         save()
         metrics.say(f"done: step {trainer.step}, validation loss {record['val_loss']:.4f}, {out}")
         code = 0
     except StopRequested:
         code = EXIT_NONFINITE  # should the step that waits turn out to be one
-        with contextlib.suppress(RunFailed):
+        with contextlib.suppress(RunFailed, RunWarned):
             log.settle()
         save()
         group.print(f"stopped by a signal at step {trainer.step}; saved to {out}, go on with --init_from=resume")
         code = EXIT_SIGTERM
-    except RunFailed as failure:
+    except (RunFailed, RunWarned) as reason:
         save()
-        group.print(f"{failure}; saved to {out}")
-        code = EXIT_FAILED
+        group.print(f"{reason}; saved to {out}")
+        code = EXIT_FAILED if isinstance(reason, RunFailed) else EXIT_WARNED
     except NonFiniteError:
         code = EXIT_NONFINITE
         raise
@@ -165,7 +210,7 @@ def train(trainer: Trainer, info: dict) -> int:
         code = EXIT_USER
         raise
     finally:
-        with contextlib.suppress(RuntimeError, RunFailed):  # what ends the run is told by its own error
+        with contextlib.suppress(RuntimeError, RunFailed, RunWarned):  # what ends the run is told by its own error
             log.settle()
         if recorder:
             recorder.close()

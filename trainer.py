@@ -9,15 +9,17 @@ import torch
 
 import checkpoint
 import distributed
-from attention import AttentionLayer
+from attention import AttentionLayer, same_numerics
+from attention.spec import from_key
 from config import Config, as_dict
 from data.loader import draw_offsets
 from determinism import seed_microbatch
-from diagnostics.probes import explain_nonfinite
+from diagnostics.probes import explain_nonfinite, measure
 from hf import load_pretrained
 from model import GPT
 from optim import build_optimizer
 from plan import Plan
+from replay.switches import Switch, plain
 from stop import StopRequested, StopSignal
 
 EVALUATION_DRAW = 1 << 62  # of stochastic rounding; training counts its micro-batches from 0
@@ -46,7 +48,7 @@ class Trainer:
         self.config, self.plan, self.group, self.stop = config, plan, group, stop
         self.device = group.device
         torch.manual_seed(config.seed)  # the initial weights
-        layers = [AttentionLayer(spec, i, config.seed) for i, spec in enumerate(plan.specs)]
+        layers = self.layers = [AttentionLayer(spec, i, config.seed) for i, spec in enumerate(plan.specs)]
         self.raw = GPT(plan.model_args, layers)
         if plan.state:
             self.raw.load_state_dict(checkpoint.strip_prefixes(plan.state["model"]))
@@ -59,8 +61,7 @@ class Trainer:
             self.optimizer.load_state_dict(plan.state["optimizer"])
             if plan.state["scaler"]:  # empty where the checkpoint is of another dtype: the scale starts anew
                 self.scaler.load_state_dict(plan.state["scaler"])
-        self.step = plan.start
-        self.stochastic = [m for m in layers if m.spec.output == "stochastic"]
+        self.step, self.switches = plan.start, list(plan.switches)
         self.micro_batches = config.gradient_accumulation_steps // group.world_size
         dtype = getattr(torch, config.dtype)
         self.autocast = torch.autocast(self.device.type, dtype, enabled=dtype != torch.float32)
@@ -96,8 +97,40 @@ class Trainer:
 
     def set_draw(self, draw: int):
         """Makes stochastic rounding a function of the batch: neither a resume nor the number of ranks changes it."""
-        for layer in self.stochastic:
-            layer.rng[2] = draw
+        for layer in self.layers:
+            if layer.spec.output == "stochastic":
+                layer.rng[2] = draw
+
+    def switch(self) -> dict:
+        """Moves the layers whose switch is due; returns what the log says of this step's: layer and new attention."""
+        due = {switch.layer: switch for switch in self.switches if switch.step <= self.step}
+        moved = {i: from_key(switch.spec) for i, switch in due.items() if self.layers[i].spec != from_key(switch.spec)}
+        for i, spec in moved.items():
+            self.layers[i].spec = spec
+        if moved and self.config.compile:
+            torch.compiler.reset()  # its graphs hold the specs as constants, and it gives up after some recompilations
+        now = [{"layer": i, "attention": moved[i].describe()} for i in sorted(moved) if due[i].step == self.step]
+        return {"switched": now} if now else {}
+
+    def plan_switch(self, layers: set[int], step: int) -> list[int]:
+        """Has `layers` move to their remedy before `step`, those that do not have it by then; returns these."""
+        moving = []
+        for i in sorted(layers):
+            spec = next((from_key(s.spec) for s in reversed(self.switches) if s.layer == i), self.plan.specs[i])
+            if not same_numerics(spec, self.plan.remedies[i]):
+                self.switches.append(Switch(step, i, self.plan.remedies[i].key))
+                moving.append(i)
+        return moving
+
+    def switched(self) -> list[Switch]:
+        """The switches of this run: made, or decided for the next step."""
+        return [switch for switch in self.switches if switch.step <= self.step + 1]
+
+    def probe(self) -> Readback:
+        """Ties, largest scores and W_Q norms by layer and head, (3, n_layer, n_head), over the first sequences of all
+        ranks; equal on all of them, so that they come to one decision."""
+        values = measure(self.raw, self.first[: self.config.probe_sequences], self.autocast)
+        return Readback(torch.cat([self.group.mean(values[:1]), self.group.max(values[1:])]))
 
     def gradients(self) -> torch.Tensor:
         """Forward and backward over this rank's micro-batches; returns their mean loss, on the device."""
@@ -191,4 +224,5 @@ class Trainer:
         return {"model": self.raw.state_dict(), "optimizer": self.optimizer.state_dict(),
                 "scaler": self.scaler.state_dict(), "step": self.step, "config": as_dict(self.config),
                 "model_args": dataclasses.asdict(self.plan.model_args),
+                "switches": plain(self.switched()),
                 "data": {"tokenizer": tokens.tokenizer, "vocab_size": tokens.vocab_size}}

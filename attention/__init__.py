@@ -8,11 +8,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from attention.layers import layer_specs
+from attention.layers import changed, layer_specs, same_numerics
 from attention.op import check_inputs
 from attention.spec import BACKENDS, AttentionSpec
 
-__all__ = ["BACKENDS", "AttentionLayer", "AttentionSpec", "RowStats", "attend", "kernel_for", "layer_specs"]
+__all__ = ["BACKENDS", "AttentionLayer", "AttentionSpec", "RowStats", "attend", "changed", "kernel_for", "layer_specs",
+           "same_numerics"]
 
 
 class RowStats(NamedTuple):

@@ -1,6 +1,8 @@
 """One resolved spec a layer, from what the user set: a backend, switches on top of it, and per-layer overrides."""
 
-from attention.spec import CHOICES, FULL, SWITCHES, AttentionSpec, has_switch
+import dataclasses
+
+from attention.spec import CHOICES, FULL, NO_SWITCHES, SWITCHES, AttentionSpec, has_switch
 
 _SHIFTED = "stabilizer=paper|capped|unconditional"
 READ_WITH = {"beta": _SHIFTED, "shift_cap": _SHIFTED, "fixed_shift": "stabilizer=fixed",
@@ -21,7 +23,7 @@ def layer_specs(n_layer: int, n_head: int, backend: str, switches: dict | None =
     for item in filter(None, override.split(",")):
         where, equals, what = item.partition("=")
         name, *extra = what.strip().split("+")
-        own = dict(_parse_switch(text, item) for text in extra)
+        own = dict(_parse_switch(text, f"attention_override item {item!r}") for text in extra)
         if where.strip() == "default":
             if override.count("default=") > 1:
                 raise ValueError(f"attention_override={override!r} names the default twice")
@@ -50,6 +52,31 @@ def layer_specs(n_layer: int, n_head: int, backend: str, switches: dict | None =
     return layers
 
 
+def changed(spec: AttentionSpec, change: str, switches: dict | None = None) -> AttentionSpec:
+    """What becomes of a layer's spec by "BACKEND[+SWITCH=VALUE...]", as attention_override writes it, or by
+    "SWITCH=VALUE[+...]" on top of what the spec is.
+
+    switches: what the user set for all layers, by name; a named backend takes those that it has.
+    Errors: ValueError for an unknown backend or switch, and for a combination that makes no sense.
+    """
+    name, *rest = change.split("+")
+    heads = spec.output_heads
+    if "=" not in name:
+        spec = AttentionSpec(backend=name, **{k: v for k, v in (switches or {}).items() if has_switch(name, k)})
+    else:
+        rest = [name, *rest]
+    own = dict(_parse_switch(text, repr(change)) for text in rest)
+    keeps = has_switch(spec.backend, "output_heads") and own.get("output", spec.output) != "fp32"
+    return dataclasses.replace(spec, output_heads=heads if keeps else (), **own)
+
+
+def same_numerics(a: AttentionSpec, b: AttentionSpec) -> bool:
+    """Whether two specs round alike, whatever preset they come from."""
+    if a.backend != b.backend and {a.backend, b.backend} & set(NO_SWITCHES):
+        return False
+    return all(getattr(a, name) == getattr(b, name) or not (reads(a, name) or reads(b, name)) for name in SWITCHES)
+
+
 def reads(spec: AttentionSpec, name: str) -> bool:
     """Whether this spec's arithmetic depends on a switch that only some settings read."""
     if name == "dots":
@@ -57,17 +84,17 @@ def reads(spec: AttentionSpec, name: str) -> bool:
     return name not in READ_WITH or spec.stabilizer in READ_WITH[name].removeprefix("stabilizer=").split("|")
 
 
-def _parse_switch(text: str, item: str) -> tuple[str, object]:
+def _parse_switch(text: str, origin: str) -> tuple[str, object]:
     name, equals, value = text.partition("=")
     if not equals or name not in SWITCHES or name == "output_heads":
-        raise ValueError(f"attention_override item {item!r}: {text!r} is not SWITCH=VALUE with a switch of "
+        raise ValueError(f"{origin}: {text!r} is not SWITCH=VALUE with a switch of "
                          f"{', '.join(s for s in SWITCHES if s != 'output_heads')}")
     if name in CHOICES:
         return name, value
     try:
         return name, parse_tile(value) if name.startswith("tile") else float(value)
     except ValueError:
-        raise ValueError(f"attention_override item {item!r}: {name}={value!r} is not a number") from None
+        raise ValueError(f"{origin}: {name}={value!r} is not a number") from None
 
 
 def parse_tile(value: str | int) -> int:

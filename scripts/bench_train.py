@@ -3,7 +3,7 @@
     python scripts/bench_train.py configs/gpt2_small_flash_bf16.toml --dataset=data/mini --steps=30
 
 Takes a config and flags as train.py does, and --steps and --json besides. Parts outside the model (reading
-batches, recording and replaying the order, logging, checkpoints) are timed alone, one after the other, so their
+batches, recording and replaying the order, logging, probes, checkpoints) are timed alone, one after the other, so their
 share is an upper bound: in training, reading overlaps the device's work. Writes to a temporary folder.
 """
 
@@ -77,6 +77,7 @@ def measure(argv: list[str], steps: int) -> dict:
         order = OrderFile(Path(folder) / "order.bin")
         replay = seconds(lambda i: order.row(i), device, 50)
         save = seconds(lambda i: checkpoint.save(folder, i, trainer.state(), 1), device, 3)
+        probe = seconds(lambda i: trainer.probe().numbers(), device, 20)
         outside = batches + log + append + save / config.checkpoint_interval
         return {"config": argv[0] if argv else "", "attention": config.attention, "gpus": group.world_size,
                 "device": info["device_name"], "commit": info["git_commit"], "versions": info["versions"],
@@ -84,6 +85,7 @@ def measure(argv: list[str], steps: int) -> dict:
                 "tokens_per_s": config.tokens_per_step / whole, "peak_memory_gib": peak,
                 "batches_ms": 1e3 * batches, "loader_tokens_per_s": config.tokens_per_step / group.world_size / batches,
                 "log_ms": 1e3 * log, "record_ms": 1e3 * append, "replay_ms": 1e3 * replay, "checkpoint_ms": 1e3 * save,
+                "probe_ms": 1e3 * probe, "monitor_share": probe / config.monitor_interval / whole,
                 "outside_share": outside / whole, "record_share": append / whole, "replay_share": replay / whole}
 
 

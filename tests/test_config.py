@@ -15,7 +15,7 @@ FILES = sorted(ROOT.glob("configs/**/*.toml"))
 FIELDS = {f.name: f for f in dataclasses.fields(Config)}
 # A value of the right type that is not the default, where the type alone does not give one that makes sense.
 OTHERS = {"tile_k": "full", "tile_q": 64, "beta1": 0.5, "beta2": 0.5, "dropout": 0.5, "muon_momentum": 0.5,
-          "n_embd": 1536, "n_head": 6, "output_heads": "1:0", "shift_cap": float("inf")}
+          "n_embd": 1536, "monitor_ties": 0.5, "n_head": 6, "output_heads": "1:0", "shift_cap": float("inf")}
 
 
 def specs(config):

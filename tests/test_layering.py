@@ -39,7 +39,7 @@ MAY_IMPORT = {
     "diagnostics": {"diagnostics", "attention"},
     "failure": set(),
     "plan": {"attention", "config", "checkpoint", "data", "metrics", "model", "replay"},
-    "runinfo": {"attention", "config"},
+    "runinfo": {"attention", "config", "replay"},
 }
 EVERYTHING = ("train", "trainer", "scripts")
 

@@ -12,6 +12,7 @@ from diagnostics.probes import (
     attention_inputs,
     explain_nonfinite,
     first_nonfinite,
+    largest_eigenvalues,
     nonfinite_gradients,
     probe,
     wq_norms,
@@ -105,6 +106,20 @@ def test_wq_norms():
     planted_norms = torch.zeros(3 * C, C)
     planted_norms[0, 3], planted_norms[D + 1, 5] = 7.0, 1e-3  # rank one, of known norm, in both heads
     assert wq_norms(planted_norms, H).tolist() == pytest.approx([7.0, 1e-3], rel=1e-7)
+
+
+def test_largest_eigenvalues():
+    """Against an eigenvalue routine, close and equal ones included; zero stays zero, and NaN is no error."""
+    torch.manual_seed(3)
+    basis = torch.linalg.qr(torch.randn(4, 24, 24, dtype=torch.float64)).Q
+    values = torch.rand(4, 24, dtype=torch.float64)
+    values[0, 0], values[1, :2], values[2, :2] = 1e9, 5.0, torch.tensor([5.0, 5.0 * (1 - 1e-6)], dtype=torch.float64)
+    values[3] *= 1e-30
+    gram = basis @ torch.diag_embed(values) @ basis.mT
+    assert largest_eigenvalues(gram) == pytest.approx(torch.linalg.eigvalsh(gram)[:, -1], rel=1e-8, abs=0)
+    gram[0], gram[1, 0, 0] = 0, math.nan
+    found = largest_eigenvalues(gram).tolist()
+    assert found[0] == 0 and math.isnan(found[1]) and found[2] == pytest.approx(5.0)
 
 
 def test_a_probe_leaves_the_model_alone():

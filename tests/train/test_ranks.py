@@ -141,13 +141,14 @@ def test_lost_rank(runner, name, number):
 
 
 def test_torchrun(runner):
-    """The command of the README, on a machine without a GPU; SIGTERM to torchrun stops both ranks and saves."""
-    argv = runner.argv("run", max_iters=100000, **FLAGS)
-    process = runner.start([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
+    """The command of the README, on a machine without a GPU; SIGTERM to torchrun stops both ranks and saves. With --,
+    since Python 3.11's torchrun would read --monitor as an abbreviation of its own --monitor_interval."""
+    argv = runner.argv("run", max_iters=100000, monitor="warn", **FLAGS)
+    process = runner.start([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--",
                             os.path.join(ROOT, "train.py"), *argv])
     runner.wait_for_step(process, "run", 5)
     process.terminate()
     run = runner.wait(process, "run")
     assert run.code != 0
-    assert run.stdout.count("over 2 rank(s)") == 1
+    assert run.stdout.count("over 2 rank(s)") == 1 and "monitor: warn on ties > 0.4" in run.stdout
     assert run.steps[-1] == run.records[-1]["step"] + 1 and f"stopped by a signal at step {run.steps[-1]}" in run.stdout

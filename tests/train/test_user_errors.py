@@ -9,7 +9,9 @@ import pytest
 import torch
 from tiny_runs import Runner, write_corpus
 
+from attention import AttentionSpec
 from replay.order import OrderFile
+from replay.switches import Switch, companion, write_switches
 
 REFUSED = {
     "unknown flag": (dict(learnin_rate=1), "learning"),
@@ -35,6 +37,17 @@ REFUSED = {
     "weights": (dict(init_from="gpt3"), "init_from=gpt3 is neither"),
     "options": (dict(qk_norm=True, qk_clip=1.0), "qk_clip=1.0 with qk_norm"),
     "kernel": (dict(kernel="triton"), "triton"),
+    "monitor interval": (dict(monitor="warn", monitor_interval=0), "monitor_interval=0 must be positive"),
+    "monitor backend": (dict(monitor="warn", attention="standard"), "rows of flash backends, .* standard; use .*=off"),
+    "monitor threshold": (dict(monitor="warn", monitor_ties=1.0), "monitor_ties=1.0 is a share of rows"),
+    "monitor of nothing": (dict(monitor="stop", monitor_ties=0, monitor_wq_ratio=0), "monitor=stop has nothing to"),
+    "remedy": (dict(monitor="switch", monitor_remedy="stabilised"), "monitor_remedy='stabilised': .* is no backend"),
+    "remedy's switch": (dict(monitor="switch", monitor_remedy="output=fp64"), "output='fp64' is not one of bf16, fp32"),
+    "no remedy": (dict(monitor="switch", attention="stabilized"), "monitor_remedy='stabilized' changes nothing"),
+    "no remedy either": (dict(monitor="switch", monitor_remedy="beta=4"), "monitor_remedy='beta=4' changes nothing"),
+    "remedy and float16": (dict(monitor="switch", attention="flash_fp32", dtype="float16"), "float16 .*stabilized"),
+    "switches of nothing": (dict(replay_switches=True), "replay_switches=True without an order file"),
+    "switches twice": (dict(monitor="switch", replay="x", replay_switches=True), "monitor=switch with replay_switches"),
 }
 
 
@@ -75,6 +88,8 @@ def test_replay_that_does_not_fit(runner, recorded):
                            (dict(batch_size=3), "sequences_per_step=4 .* sequences_per_step=6"),
                            (dict(max_iters=7), "holds 6 steps, but max_iters=7 .* --max_iters=6")):
         assert_sentence(runner.refused("run", replay=order, **flags), message, str(order))
+    message = runner.refused("run", replay=order, replay_switches=True)
+    assert_sentence(message, "order.switches.json, which cannot be read .*never switched a layer has none")
     damaged = runner.root / "damaged.bin"
     raw = bytearray(order.read_bytes())
     raw[40] ^= 1
@@ -168,3 +183,15 @@ def test_an_order_file_that_is_a_folder(runner, tmp_path):
                                             (dict(learning_rate="inf"), "learning_rate=inf must be finite")])
 def test_numbers_that_cannot_be_used(runner, flags, message):
     assert_sentence(runner.refused("run", **flags), message)
+
+
+@pytest.mark.parametrize("spec, layer, message", [
+    (AttentionSpec("stabilized").key, 2, "the switch of layer 2 at step 3 cannot be replayed with n_layer=2"),
+    (AttentionSpec(output_heads=(5,)).key, 1, "names output_heads=.5,., but n_head=2"),
+    ('{"backend": "flash_bf17", "output_heads": []}', 1, "cannot compute .*flash_bf17"),
+    ('{"unknown": 1, "output_heads": []}', 1, "cannot compute .*unknown")])
+def test_switches_that_do_not_fit(runner, recorded, spec, layer, message):
+    order = runner.root / "order.bin"
+    shutil.copy(recorded.out / "order.bin", order)
+    write_switches(companion(order), [Switch(3, layer, spec)])
+    assert_sentence(runner.refused("run", replay=order, replay_switches=True), message)

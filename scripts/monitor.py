@@ -1,0 +1,110 @@
+"""Would the monitor have warned? Replays its rule over what finished runs logged: python scripts/monitor.py RUN...
+
+RUN is a run's out_dir or a metrics file (.jsonl, .jsonl.gz, .jsonl.xz), recorded with --probe_interval or --monitor.
+Prints by run the first warning of the default thresholds, the step at which the run failed (failure.FailureRule) and
+the lead between them; then by threshold in how many failed runs it warned before the failure, the median lead in steps,
+and in how many of the runs that never failed it warned at all. A warning at or after the failure detects nothing.
+"""
+
+import argparse
+import statistics
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from config import Config
+from diagnostics.monitor import FIRST, SIGNALS, Alarm, MonitorRule
+from failure import failure_of
+from metrics import MetricsError, to_json
+from scripts.runs import CompareError, Run, load_runs
+
+SWEEP = {"ties": (0.2, 0.25, 0.3, 0.35, 0.4, 0.5, 0.6), "wq_ratio": (1.5, 2, 2.5, 3, 4, 6),
+         "wq_norm": (10, 20, 30, 40, 60), "row_max": (50, 100, 200, 300, 500)}
+
+
+def first_alarm(records: Sequence[dict], thresholds: dict[str, float], before: int | None = None) -> Alarm | None:
+    """The first warning over a run's records below step `before`, as training would have given it."""
+    rule = MonitorRule(thresholds)
+    for record in records:
+        if before is not None and record["step"] >= before:
+            return None
+        if alarms := rule.update(record):
+            return alarms[0]
+    return None
+
+
+def judge(runs: Sequence[Run], thresholds: dict[str, float]) -> dict:
+    """One line of the table: failed runs that were warned of in time, their leads in steps, and false alarms."""
+    leads, failed, false = [], 0, 0
+    for run in runs:
+        failure = failure_of(run.records)
+        alarm = first_alarm(run.records, thresholds, before=failure)
+        failed += failure is not None
+        if alarm and failure is not None:
+            leads.append(failure - alarm.step)
+        false += alarm is not None and failure is None
+    return {"thresholds": thresholds, "detected": len(leads), "failed": failed, "leads": leads,
+            "median_lead": statistics.median(leads) if leads else None, "false_alarms": false,
+            "stable": len(runs) - failed}
+
+
+def by_run(run: Run, thresholds: dict[str, float]) -> dict:
+    """What the thresholds would have said of one run, and what became of it."""
+    failure, alarm = failure_of(run.records), first_alarm(run.records, thresholds)
+    words = {"step_of_warning": None, "layer": None, "head": None, "signal": None, "value": None}
+    if alarm:
+        words = {"step_of_warning": alarm.step, "layer": alarm.layer, "head": alarm.head, "signal": alarm.signal,
+                 "value": alarm.value}
+    lead = failure - alarm.step if alarm and failure is not None else None
+    return {"name": run.name, "steps": run.steps, **words, "step_of_failure": failure, "lead": lead}
+
+
+def table(lines: Sequence[Sequence]) -> str:
+    cells = [["-" if cell is None else f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in line]
+             for line in lines]
+    first, *others = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return "\n".join("  ".join([line[0].ljust(first), *map(str.rjust, line[1:], others)]) for line in cells)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Exit status: 0, or 2 with one sentence where a run cannot be read or was not probed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="out_dir or metrics file")
+    for signal in SIGNALS:
+        parser.add_argument(f"--{signal}", nargs="*", type=float, metavar="THRESHOLD", default=SWEEP[signal],
+                            help=f"thresholds of {signal} to try (default: {' '.join(map(str, SWEEP[signal]))})")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write both tables as JSON")
+    args = parser.parse_args(argv)
+    try:
+        runs = load_runs(args.runs)
+        for run, path in zip(runs, args.runs, strict=True):
+            if not any(FIRST in record for record in run.records):
+                raise CompareError(f"{path} has no probes; record it with --probe_interval=100 or --monitor=warn")
+        default = Config().monitor_thresholds
+        rows = [by_run(run, default) for run in runs]
+        lines = [judge(runs, default)]
+        lines += [judge(runs, {signal: value}) for signal in SIGNALS for value in getattr(args, signal)]
+        print(table([("run", "steps", "warned at", "layer", "head", "signal", "value", "failed at", "lead"),
+                     *(tuple(row.values()) for row in rows)]))
+        print()
+        print(table([("threshold", "detected", "median lead", "false alarms"),
+                     *((_spell(line["thresholds"], default), f"{line['detected']} of {line['failed']}",
+                        line["median_lead"], f"{line['false_alarms']} of {line['stable']}") for line in lines)]))
+        if args.json:
+            args.json.parent.mkdir(parents=True, exist_ok=True)
+            args.json.write_text(to_json({"runs": rows, "thresholds": lines}, indent=1) + "\n", encoding="utf-8")
+    except (CompareError, MetricsError, OSError) as error:
+        print(f"monitor: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _spell(thresholds: dict[str, float], default: dict[str, float]) -> str:
+    text = ", ".join(f"{name} > {value:g}" for name, value in thresholds.items())
+    return f"{text} (default)" if thresholds is default else text
+
+
+if __name__ == "__main__":
+    sys.exit(main())

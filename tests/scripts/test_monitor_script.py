@@ -1,0 +1,77 @@
+"""scripts/monitor.py: the rule over finished runs; detections, leads and false alarms of planted ones."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from config import Config
+from diagnostics.probes import as_record
+from metrics import to_json
+from scripts import monitor
+
+ROOT = Path(__file__).parents[2]
+
+
+def write(folder: Path, ties: float, at: int, fails: int | None, norm: float = 2.0) -> str:
+    """A run of 3000 steps, logged every 10, probed every 100: head 1 of layer 0 ties from step `at` on, and its W_Q
+    norm is `norm` times the others' from there; the loss explodes at step `fails`."""
+    folder.mkdir()
+    lines = []
+    for step in range(0, 3000, 10):
+        record = {"step": step, "loss": 9.0 if fails is not None and step >= fails else 3.0}
+        if step % 100 == 0:
+            now = step >= at
+            tied, norms = [0.05, ties if now else 0.05, 0.05], [2.0, 2 * norm if now else 2.0, 2.0]
+            record |= as_record([[tied], [[1.0] * 3], [norms]])
+        lines.append(to_json(record))
+    (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    (folder / "run.json").write_text(json.dumps({"name": folder.name}))
+    return str(folder)
+
+
+@pytest.fixture
+def runs(tmp_path):
+    return [write(tmp_path / "early", 0.5, 500, 2000), write(tmp_path / "late", 0.7, 1200, 2000),
+            write(tmp_path / "unseen", 0.1, 0, 1500), write(tmp_path / "after", 0.9, 2200, 1500),
+            write(tmp_path / "stable", 0.3, 1000, None), write(tmp_path / "alarm", 0.45, 1000, None, norm=3.5)]
+
+
+def test_tables(runs, tmp_path, capsys):
+    """A failure is seen four records after its loss (the mean of 50 rises by 0.5 with the fifth of 9 instead of 3)."""
+    out = tmp_path / "out" / "monitor.json"
+    assert monitor.main([*runs, "--ties", "0.25", "0.6", "--wq_ratio", "3", "--wq_norm", "--row_max", "100",
+                         "--json", str(out)]) == 0
+    found = json.loads(out.read_text())
+    rows = {row["name"]: row for row in found["runs"]}
+    assert rows["early"] == {"name": "early", "steps": 2991, "step_of_warning": 700, "layer": 0, "head": 1,
+                             "signal": "ties", "value": 0.5, "step_of_failure": 2040, "lead": 1340}
+    assert rows["unseen"]["step_of_warning"] is None and rows["unseen"]["step_of_failure"] == 1540
+    assert rows["after"]["lead"] == 1540 - 2400 < 0
+    assert rows["stable"]["step_of_warning"] is None and rows["stable"]["step_of_failure"] is None
+    assert rows["alarm"]["signal"] == "wq_ratio" and rows["alarm"]["step_of_warning"] == 1000
+    lines = [(line["thresholds"], line["detected"], line["failed"], line["median_lead"], line["false_alarms"],
+              line["stable"]) for line in found["thresholds"]]
+    assert lines == [(Config().monitor_thresholds, 2, 4, 990, 1, 2), ({"ties": 0.25}, 2, 4, 990, 2, 2),
+                     ({"ties": 0.6}, 1, 4, 640, 0, 2), ({"wq_ratio": 3}, 0, 4, None, 1, 2),
+                     ({"row_max": 100}, 0, 4, None, 0, 2)]
+    text = capsys.readouterr().out
+    assert "ties > 0.4, wq_ratio > 3 (default)" in text and "ties > 0.6" in text and "2 of 4" in text
+
+
+def test_recorded_runs(capsys):
+    """The two of results/mini, which did not fail."""
+    assert monitor.main([str(path) for path in sorted((ROOT / "results" / "mini").glob("*.jsonl.xz"))]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    (default,) = [line for line in lines if "(default)" in line]
+    assert default.split()[-3:] == ["0", "of", "2"]
+
+
+def test_refused(tmp_path, capsys):
+    assert monitor.main([str(tmp_path / "nowhere")]) == 2
+    assert "monitor: " in capsys.readouterr().err
+    folder = tmp_path / "bare"
+    folder.mkdir()
+    (folder / "metrics.jsonl").write_text('{"step": 0, "loss": 1.0}\n')
+    assert monitor.main([str(folder)]) == 2
+    assert f"monitor: {folder} has no probes; record it with --probe_interval=100" in capsys.readouterr().err
