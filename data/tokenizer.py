@@ -1,6 +1,8 @@
-"""The two tokenizers: GPT-2's byte-pair encoding (tiktoken, imported on use), and bytes, which needs nothing.
+"""The tokenizers: GPT-2's byte-pair encoding (tiktoken, imported on use), its first merges alone, and bytes, which
+needs nothing. gpt2-N has GPT-2's N - 1 tokens of lowest rank and end of text: for small models, whose time the head's
+products over 50,257 tokens would take.
 
-Both have `name`, `vocab_size`, `end_of_text` (the id between documents), `encode(text)` -> uint32 (n,), and
+All have `name`, `vocab_size`, `end_of_text` (the id between documents), `encode(text)` -> uint32 (n,), and
 `decode(ids)` -> text.
 """
 
@@ -38,10 +40,8 @@ class Bytes:
 class GPT2:
     """GPT-2's byte-pair encoding. Special tokens in a text are encoded as the characters that they are."""
 
-    name = "gpt2"
-
-    def __init__(self, encoding):
-        self._encoding = encoding
+    def __init__(self, encoding, name: str = "gpt2"):
+        self._encoding, self.name = encoding, name
         self.vocab_size, self.end_of_text = encoding.n_vocab, encoding.eot_token
 
     def encode(self, text: str) -> np.ndarray:
@@ -53,14 +53,14 @@ class GPT2:
 
 
 def tokenizer(name: str, gpt2_ranks: str | Path | None = None) -> Bytes | GPT2:
-    """The tokenizer "gpt2" or "bytes". `gpt2_ranks` is a merge-rank file in tiktoken's format that replaces its
-    download. DataError where the name is unknown, the file is malformed or the download fails."""
+    """The tokenizer "gpt2", "gpt2-N" or "bytes". `gpt2_ranks` is a merge-rank file in tiktoken's format that replaces
+    its download. DataError where the name is unknown, the file is malformed or the download fails."""
     if name == "bytes":
         if gpt2_ranks:
             raise DataError(f"--gpt2_ranks={gpt2_ranks} needs --tokenizer gpt2, but the tokenizer is bytes")
         return Bytes()
-    if name != "gpt2":
-        raise DataError(f"the tokenizer {name!r} is unknown; there are gpt2 and bytes")
+    if not (form := re.fullmatch(r"gpt2(?:-(\d{1,9}))?", name, re.ASCII)):
+        raise DataError(f"the tokenizer {name!r} is unknown; there are gpt2, gpt2-N with N tokens, and bytes")
     try:
         import tiktoken
     except ImportError:
@@ -69,16 +69,23 @@ def tokenizer(name: str, gpt2_ranks: str | Path | None = None) -> Bytes | GPT2:
         ranks = read_ranks(Path(gpt2_ranks))
         if len(ranks) != GPT2_MERGES:
             print(f"{gpt2_ranks} has {len(ranks)} ranks, not GPT-2's {GPT2_MERGES}: end of text is id {len(ranks)}")
-        return GPT2(tiktoken.Encoding("gpt2", pat_str=PATTERN, mergeable_ranks=ranks,
-                                      special_tokens={END_OF_TEXT: len(ranks)}))
-    try:
-        return GPT2(tiktoken.get_encoding("gpt2"))
-    except Exception as error:  # whatever the network, the proxy or the cache folder raised
-        files = " and ".join(f"{url} as {hashlib.sha1(url.encode()).hexdigest()}" for url in GPT2_FILES)
-        raise DataError(
-            f"GPT-2's tokenizer could not be downloaded ({type(error).__name__}); on a machine with network save "
-            f"{files} in a folder and set TIKTOKEN_CACHE_DIR to it; or pass a merge-rank file in tiktoken's format "
-            "with --gpt2_ranks FILE, or take --tokenizer bytes") from error
+    else:
+        try:
+            ranks = tiktoken.get_encoding("gpt2")._mergeable_ranks
+        except Exception as error:  # whatever the network, the proxy or the cache folder raised
+            files = " and ".join(f"{url} as {hashlib.sha1(url.encode()).hexdigest()}" for url in GPT2_FILES)
+            raise DataError(
+                f"GPT-2's tokenizer could not be downloaded ({type(error).__name__}); on a machine with network save "
+                f"{files} in a folder and set TIKTOKEN_CACHE_DIR to it; or pass a merge-rank file in tiktoken's format "
+                "with --gpt2_ranks FILE, or take --tokenizer bytes") from error
+    kept = int(form[1]) - 1 if form[1] else len(ranks)
+    if not 256 <= kept <= len(ranks):
+        raise DataError(f"the tokenizer {name} is outside gpt2-257 (bytes and end of text) to gpt2-{len(ranks) + 1} "
+                        "(all merges)")
+    # A token is made of two of lower rank, so the first ranks are an encoding of their own.
+    ranks = {token: rank for token, rank in ranks.items() if rank < kept}
+    return GPT2(tiktoken.Encoding(name, pat_str=PATTERN, mergeable_ranks=ranks, special_tokens={END_OF_TEXT: kept}),
+                name)
 
 
 def read_ranks(path: Path) -> dict[bytes, int]:

@@ -61,7 +61,7 @@ def sample(source: str, prompt: str, count: int, max_new_tokens: int, temperatur
     CheckpointError.
     """
     model, name, n_tokens = load_model(source, attention)
-    coder = tokenizer(name, gpt2_ranks if name == "gpt2" else None)
+    coder = tokenizer(name, None if name == "bytes" else gpt2_ranks)
     if coder.vocab_size > n_tokens:
         raise ConfigError(f"{source} has {n_tokens} tokens, but its tokenizer would be {name} with {coder.vocab_size}; "
                           "a Hugging Face folder names no tokenizer: sample from the run that it was exported from")

@@ -126,8 +126,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--default_corpus", action="store_true", help="the embedded corpus, said aloud")
     parser.add_argument("--out", help="folder to write, or a bare name for data/NAME; default for the embedded corpus: "
                         "data/embedded")
-    parser.add_argument("--tokenizer", choices=("gpt2", "bytes"),
-                        help="default: gpt2 for DIR, bytes for the embedded corpus")
+    parser.add_argument("--tokenizer", metavar="NAME",
+                        help="gpt2, gpt2-N (its N - 1 tokens of lowest rank and end of text) or bytes; "
+                        "default: gpt2 for DIR, bytes for the embedded corpus")
     parser.add_argument("--gpt2_ranks", metavar="FILE", help="merge ranks in tiktoken's format instead of a download")
     parser.add_argument("--val_fraction", type=float, default=0.05, help="share of the text for val.bin (default 0.05)")
     options = parser.parse_args(arguments)

@@ -42,6 +42,19 @@ def test_gpt2_from_a_rank_file_merges_and_round_trips(tmp_path, capsys):
         assert encoder.decode([*encoder.encode(text).tolist(), 264]) == text
 
 
+def test_the_first_merges_alone_are_an_encoding(tmp_path):
+    """gpt2-260 of 264 ranks: bytes, "th", "he" and "the"; " t" and what follows from it are not known."""
+    encoder = tokenizer("gpt2-260", ranks_file(tmp_path / "ranks"))
+    assert (encoder.name, encoder.vocab_size, encoder.end_of_text) == ("gpt2-260", 260, 259)
+    assert encoder.encode("the the").tolist() == [258, 32, 258]
+    for text in TEXTS:
+        assert encoder.decode([*encoder.encode(text).tolist(), 259]) == text
+    for name in ("gpt2-256", "gpt2-266"):
+        with pytest.raises(DataError, match=f"{name} is outside gpt2-257 .* to gpt2-265"):
+            tokenizer(name, tmp_path / "ranks")
+    assert tokenizer("gpt2-265", tmp_path / "ranks").encode("the the").tolist() == [258, 260]
+
+
 def test_a_text_in_pieces_encodes_as_the_whole(tmp_path):
     encoder = tokenizer("gpt2", ranks_file(tmp_path / "ranks"))
     draw = random.Random(0)
