@@ -8,7 +8,7 @@ else
   READY := .venv/ready
 endif
 
-.PHONY: help install demo test lint bench test-gpu
+.PHONY: help install demo test lint bench test-gpu reproduce
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
 
@@ -34,6 +34,10 @@ test-gpu: $(READY)  ## the tests that need a GPU
 
 lint: $(READY)  ## style
 	$(PY) -m ruff check .
+
+DATASET ?= mini
+reproduce: $(READY)  ## the small run that fails and its cures, on a GPU; DATASET=FOLDER with a corpus
+	$(PY) scripts/reproduce_mini.py --dataset $(DATASET)
 
 bench: $(READY)  ## attention kernels beside torch's, on a GPU
 	$(PY) scripts/bench_attention.py --out results/bench_attention.json

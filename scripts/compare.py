@@ -19,7 +19,7 @@ from metrics import MetricsError, to_json
 from replay.order import OrderError
 from scripts.runs import CompareError, Run, common_steps, difference, load_runs
 
-TIES, WQ_NORM = "probe/ties/layer", "probe/wq_norm/layer"
+TIES, TIES_HEAD, WQ_NORM = "probe/ties/layer", "probe/ties_head/layer", "probe/wq_norm/layer"
 STYLES = ("-", "--", ":", "-.", (0, (5, 1, 1, 1, 1, 1)), (0, (8, 2)), (0, (1, 3)), (0, (3, 1, 1, 3)))
 UNCHECKED = "DIFFERENT ORDERS: differences are not of the same batches"
 
@@ -133,6 +133,40 @@ def plot(runs: Sequence[Run], result: dict, path: str | Path) -> None:
     plt.close(figure)
 
 
+def plot_layers(runs: Sequence[Run], path: str | Path) -> None:
+    """Draws one column a run: loss, then W_Q norm and tied rows of each layer, in its worst head. Errors: CompareError
+    where no run was probed."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    panels = [(prefix, title) for prefix, title in
+              ((WQ_NORM, "largest W_Q spectral norm\nof a head"),
+               (TIES_HEAD, "rows with tied maxima,\nworst head (share)"))
+              if any(run.layers(prefix) for run in runs)]
+    if not panels:
+        raise CompareError("no run has probe/wq_norm or probe/ties values; train with --probe_interval=100")
+    figure, grid = plt.subplots(1 + len(panels), len(runs), figsize=(1 + 3 * len(runs), 2.2 * (1 + len(panels))),
+                                sharex=True, sharey="row", squeeze=False, layout="constrained")
+    for column, run in enumerate(runs):
+        grid[0][column].plot(*run.series("loss"), color="black", linewidth=0.8)
+        grid[0][column].set_title(run.name, fontsize=9)
+        for axis, (prefix, _) in zip(grid[1:, column], panels, strict=True):
+            for layer, (steps, values) in run.layers(prefix).items():
+                worst = [max(value) if isinstance(value, list) else value for value in values]
+                axis.plot(steps, worst, color=f"C{layer}", linestyle=STYLES[layer % len(STYLES)], linewidth=1.2,
+                          label=f"layer {layer}")
+        grid[-1][column].set_xlabel("optimizer step")
+    for axis, name in zip(grid[:, 0], ["training loss\n(nats/token)", *(title for _, title in panels)], strict=True):
+        axis.set_ylabel(name, fontsize=8)
+    for axis in grid.flat:
+        axis.grid(alpha=0.3)
+    grid[1][0].legend(fontsize=7)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
 def _columns(lines: Sequence[Sequence[str]]) -> list[str]:
     first, *others = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return ["  ".join([line[0].ljust(first), *map(str.rjust, line[1:], others)]) for line in lines]
@@ -155,22 +189,26 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", metavar="RUN", help="out_dir or metrics file; the first is the reference")
     parser.add_argument("-o", "--output", metavar="FILE.png", help="draw the curves into this file")
+    parser.add_argument("--layers", metavar="FILE.png", help="draw W_Q norms and ties of each layer into this file")
     parser.add_argument("--json", metavar="FILE", help="write the comparison, per-step differences included, as JSON")
     parser.add_argument("--allow_different_orders", action="store_true", help="compare anyway, and label the output")
     args = parser.parse_args(argv)
     try:
-        if args.output and Path(args.output).suffix not in (".png", ".pdf", ".svg"):
-            raise CompareError(f"-o {args.output} must end in .png, .pdf or .svg")
+        for flag, target in (("-o", args.output), ("--layers", args.layers)):
+            if target and Path(target).suffix not in (".png", ".pdf", ".svg"):
+                raise CompareError(f"{flag} {target} must end in .png, .pdf or .svg")
         runs = load_runs(args.runs)
         result = compare(runs, args.allow_different_orders)
         print(table(result))
-        for target in (args.json, args.output):
+        for target in (args.json, args.output, args.layers):
             if target:
                 os.makedirs(os.path.dirname(target) or ".", exist_ok=True)
         if args.json:
             Path(args.json).write_text(to_json(result, indent=1) + "\n", encoding="utf-8")
         if args.output:
             plot(runs, result, args.output)
+        if args.layers:
+            plot_layers(runs, args.layers)
     except (CompareError, MetricsError, OrderError, OSError) as error:
         print(f"compare: {error}", file=sys.stderr)
         return 2

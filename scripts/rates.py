@@ -101,7 +101,8 @@ def summary(rows: list[dict], arms: dict[str, Arm]) -> list[dict]:
 
 def parser(description: str, out: str, arms: Iterable[str]) -> argparse.ArgumentParser:
     """The flags that every experiment has; `arms` are the names to choose from, all by default."""
-    found = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    found = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter,
+                                    allow_abbrev=False)  # --batch_size is train.py's, not short for --batch_sizes
     found.add_argument("--config", default="configs/mini_flash_bf16.toml", help="the failing run")
     found.add_argument("--dataset", default="mini", help="folder with train.bin and val.bin")
     found.add_argument("--out", type=Path, default=Path(out))

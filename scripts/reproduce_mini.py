@@ -2,8 +2,9 @@
 
     python scripts/reproduce_mini.py --dataset data/mini [--out runs/mini] [--steps 10000] [--parallel 2]
 
-flash_bf16 trains first and records its order; the other arms replay it side by side. Writes FIGURE.png and
-comparison.json into --out. An arm is NAME or NAME:SWITCH=VALUE[:SWITCH=VALUE], e.g. flash_bf16:delta=dp_p.
+flash_bf16 trains until it fails and records its order; the other arms replay it side by side. Writes figure.png,
+layers.png and comparison.json into --out. An arm is NAME or NAME:SWITCH=VALUE[:SWITCH=VALUE], e.g.
+flash_bf16:delta=dp_p.
 A small model on a small corpus: it is not the paper's run, and what fails here need not fail there. Not every seed
 fails; results/mini says what has been seen.
 """
@@ -32,7 +33,8 @@ def argv_of(arm: str, common: list[str]) -> tuple[str, list[str]]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+                                     allow_abbrev=False)  # --seed and the like may be meant for train.py
     parser.add_argument("--dataset", default="mini", help="folder with train.bin and val.bin of GPT-2 tokens")
     parser.add_argument("--out", type=Path, default=Path("runs/mini"), help="a folder that does not exist yet")
     parser.add_argument("--steps", type=int, default=10000, help="optimizer steps an arm")
@@ -55,7 +57,8 @@ def main(argv: list[str] | None = None) -> int:
     others = dict(argv_of(arm, [*common, f"--max_iters={rows}", f"--replay={order}"]) for arm in args.arms)
     codes |= run_arms(others, args.out, args.parallel, gpus)
     runs = [str(args.out / arm) for arm in [name, *others] if (args.out / arm / "metrics.jsonl").exists()]
-    return compare.main([*runs, "-o", str(args.out / "figure.png"), "--json", str(args.out / "comparison.json")])
+    return compare.main([*runs, "-o", str(args.out / "figure.png"), "--layers", str(args.out / "layers.png"),
+                         "--json", str(args.out / "comparison.json")])
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import pytest
 
 from metrics import Metrics
 from replay.order import Header, Recorder
-from scripts.compare import UNCHECKED, compare, main, plot, table
+from scripts.compare import UNCHECKED, compare, main, plot, plot_layers, table
 from scripts.runs import CompareError, common_steps, difference, load_run, load_runs
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -99,6 +99,24 @@ def test_lines_differ_without_colour_and_axes_have_units(pair, tmp_path, monkeyp
     assert len(axes) == 5 and all(labels) and "nats/token" in labels[0] and axes[-1].get_xlabel() == "optimizer step"
     monkeypatch.undo()
     plt.close("all")
+
+
+def test_layers_are_drawn_a_column_a_run(pair, tmp_path, monkeypatch):
+    """Of a head's list the largest value counts; a run without probes is refused, as is an unknown picture format."""
+    import matplotlib.pyplot as plt
+
+    monkeypatch.setattr(plt, "close", lambda figure: None)
+    plot_layers(load_runs(pair), tmp_path / "layers.png")
+    grid = np.array(plt.gcf().axes).reshape(3, 2)
+    ties = {line.get_label(): line for line in grid[2, 1].lines}
+    assert ties["layer 1"].get_ydata().tolist() == [0.0, 2 / 50, 4 / 50]
+    norms = {line.get_label(): line for line in grid[1, 0].lines}
+    assert norms["layer 1"].get_ydata().tolist() == [3.0, 5.0, 7.0] and "step" in grid[2, 0].get_xlabel()
+    monkeypatch.undo()
+    plt.close("all")
+    bare = make_run(tmp_path / "bare", [2.0, 1.0], probes=False)
+    assert main([str(bare), "--layers", str(tmp_path / "none.png")]) == 2 and not (tmp_path / "none.png").exists()
+    assert main([str(pair[0]), "--layers", str(tmp_path / "layers.txt")]) == 2
 
 
 def test_runs_without_probes_have_no_empty_panels(tmp_path):

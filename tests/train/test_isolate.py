@@ -11,7 +11,7 @@ from attention import layer_specs
 from config import load
 from scripts import cures, grid
 from scripts.isolate import ARMS
-from scripts.rates import Arm, interval, propose, row, summary
+from scripts.rates import Arm, interval, parser, propose, row, summary
 from scripts.runs import Run
 
 
@@ -47,6 +47,11 @@ def test_unfinished_runs_are_counted_as_such():
     line = next(s for s in summary(rows, ARMS) if s["arm"] == "pv_fp32")
     assert (line["failed"], line["finished"], line["unfinished"], line["paper"]) == (1, 2, 1, "stable")
     assert len(summary(rows, ARMS)) == len(ARMS) and line["median_final_loss"] is None
+
+
+def test_flags_for_the_training_are_no_abbreviations_of_the_scripts_own():
+    args, extra = parser("", "out", ARMS).parse_known_args(["--seed=7", "--step=3", "--minutes", "2"])
+    assert (args.seeds, args.steps, args.minutes, extra) == ([1, 2, 3, 4, 5], 10000, 2.0, ["--seed=7", "--step=3"])
 
 
 def test_medians_are_over_finished_runs():
