@@ -47,7 +47,7 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     common = [f"--dataset={args.dataset}", f"--max_iters={args.steps}", f"--seed={args.seed}", *extra]
     gpus = torch.cuda.device_count()
-    name, first = argv_of(RECORDED, common)
+    name, first = argv_of(RECORDED, [*common, "--stop_when_failed=True"])
     codes = run_arms({name: first}, args.out, 1, gpus)
     order = args.out / name / "order.bin"
     if codes[name] not in RESULTS or not order.exists():

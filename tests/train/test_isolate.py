@@ -110,3 +110,19 @@ def test_grid_runs_each_arm_at_each_point_and_draws_it(runner, corpus):
     assert all(r["failed"] is False for r in found["rows"]) and (out / "grid.png").stat().st_size > 5000
     config = json.loads((out / "seed1/scores_pv_0.002_2/run.json").read_text())["config"]
     assert (config["learning_rate"], config["batch_size"], config["delta"]) == (2e-3, 2, "dp_p")
+
+
+def test_the_small_run_and_its_replays_end_in_a_comparison(runner, corpus):
+    """scripts/reproduce_mini.py on the CPU: one record, two replays of it, figures and numbers."""
+    own = ("--out_dir", "--dataset", "--max_iters", "--seed")
+    flags = [a for a in runner.argv("unused") if not a.startswith(own)]
+    out = runner.root / "mini"
+    command = [sys.executable, "scripts/reproduce_mini.py", "--dataset", str(corpus), "--out", str(out), "--steps", "4",
+               "--arms", "standard", "flash_bf16:delta=dp_p", "--parallel", "1", *flags, "--device=cpu",
+               "--compile=False", "--probe_interval=2"]
+    said = runner.start(command).communicate(timeout=120)
+    rows = json.loads((out / "comparison.json").read_text())["runs"]
+    assert [r["name"] for r in rows] == ["flash_bf16", "standard", "flash_bf16_delta_dp_p"], said
+    assert all(r["common_steps"] == 4 for r in rows)
+    assert all((out / name).stat().st_size > 20_000 for name in ("figure.png", "layers.png"))
+    assert runner.start(command).communicate(timeout=60)[1].endswith("choose another --out or remove it\n")
