@@ -103,10 +103,12 @@ def worst_head(one: Survey) -> tuple[int, int]:
 
 
 def capture(model: nn.Module, x: Tensor, y: Tensor, autocast, layer: int, head: int, step: int,
-            scale: float = 1.0) -> Frame:
+            scale: float = 1.0, tokens: int | None = None) -> Frame:
     """Runs sequences x with targets y, (B, T), forward and backward and keeps one head. Gradients are cleared.
 
     scale: factor on the mean loss, so that dO is what it was in training: B / sequences per step. Dropout is off.
+    tokens: keep this many leading positions. Attention is causal, so what is kept is exactly what the whole sequence
+    has there, dO with the loss of all later tokens included. Errors: SceneError where something is not finite.
     """
     block = model.eval().transformer.h[layer].attn
     seen: dict[str, Tensor] = {}
@@ -134,9 +136,10 @@ def capture(model: nn.Module, x: Tensor, y: Tensor, autocast, layer: int, head: 
     size = width // block.n_head
     wq = block.c_attn.weight.detach()[head * size:(head + 1) * size]
     kept = dict(x=seen["x"].detach().to(seen["q"].dtype), q=q, k=k, v=v, o=seen["o"].detach()[:, head], do=do,
-                lse=both(q, k, v, spec).lse, wq=wq)
+                lse=both(q, k, v, spec).lse)
     # Copies: weights go on changing, and a slice would keep all heads in memory.
-    return Frame(step, x.cpu(), **{name: t.float().cpu().clone() for name, t in kept.items()})
+    return Frame(step, x[:, :tokens].cpu(), wq=wq.float().cpu().clone(),
+                 **{name: t[:, :tokens].float().cpu().clone() for name, t in kept.items()})
 
 
 def save(scene: Scene, path: str | Path) -> Path:

@@ -53,6 +53,14 @@ def run(tmp_path_factory) -> Path:
     return root / "run"
 
 
+@pytest.fixture(autouse=True, scope="module")
+def flags():
+    """A capture sets the run's determinism flags; afterwards they are what they were."""
+    before = torch.are_deterministic_algorithms_enabled()
+    yield
+    torch.use_deterministic_algorithms(before)
+
+
 @pytest.fixture(scope="module")
 def diagnosed(run) -> tuple[Path, dict]:
     assert diagnose.main([str(run), "--sequences", str(N), "--device", "cpu"]) == 0
@@ -194,13 +202,39 @@ def test_choices(run, tmp_path):
     assert "Growth" not in (tmp_path / "diagnosis.md").read_text()
 
 
+def test_a_scene_alone(run, diagnosed, tmp_path, capsys):
+    """--save-scene writes that file only: the steps of a list, and with --tokens the leading positions, which are
+    exactly those of the whole sequences; figures and page follow from it."""
+    path = tmp_path / "kept" / "small.npz"
+    argv = [str(run), "--steps", "12,8", "--sequences", "2", "--tokens", "40", "--save-scene", str(path)]
+    assert diagnose.main([*argv, "--device", "cpu"]) == 0
+    assert f"{path}: layer {diagnosed[1]['layer']}, head {diagnosed[1]['head']}, steps 8, 12" in capsys.readouterr().out
+    assert [p.name for p in path.parent.iterdir()] == ["small.npz"]
+    scene, whole = scenes.load(path), scenes.load(diagnosed[0] / "scene.npz")
+    assert [f.step for f in scene.frames] == [8, 12] == [s.step for s in scene.surveys]
+    for frame, full in zip(scene.frames, whole.frames[1:], strict=True):
+        for name in ("tokens", "q", "k", "v", "o", "x", "lse"):
+            assert torch.equal(getattr(frame, name), getattr(full, name)[:2, :40]), name
+        # Mean losses of 2 and of 3 sequences, each scaled to a step's, differ in FP32's last place.
+        torch.testing.assert_close(frame.do, full.do[:2, :40], rtol=2**-7, atol=1e-9)
+        assert torch.equal(frame.wq, full.wq)
+    assert diagnose.main(["--scene", str(path), "--out", str(tmp_path / "out")]) == 0
+    found = json.loads((tmp_path / "out" / "diagnosis.json").read_text())
+    assert (found["steps"], found["sequences"], found["tokens"]) == ([8, 12], 2, 40)
+    assert {p.name for p in (tmp_path / "out").iterdir()} == FIGURES | {"diagnosis.json", "diagnosis.md"}
+
+
 def test_user_errors(run, tmp_path, capsys):
     """One sentence and status 2, with the values at fault."""
     (tmp_path / "no.npz").write_bytes(b"nothing")
     for command, message in (
             ([], "give a RUN or --scene FILE"), ([str(run), "--scene", "x"], "give a RUN or --scene FILE"),
             ([str(run), "--steps", "5:7"], "has no checkpoint in --steps=5:7; it has 4, 8, 12"),
-            ([str(run), "--steps", "x"], "--steps=x is not a:b"),
+            ([str(run), "--steps", "x"], "--steps=x is neither a:b"),
+            ([str(run), "--steps", "4:x"], "--steps=4:x is neither a:b"),
+            ([str(run), "--steps", "8,9,10"], "has no checkpoint of step 9, 10 (--steps=8,9,10); it has 4, 8, 12"),
+            ([str(run), "--tokens", "0"], "--tokens=0"), ([str(run), "--tokens", "65"], "exceeds the run's block_size"),
+            (["--scene", "x", "--save-scene", "y"], "--save-scene=y takes a RUN"),
             ([str(run), "--layer", "1"], "give both --layer and --head"),
             ([str(run), "--layer", "2", "--head", "0"], "outside layers 0..1, heads 0..1"),
             ([str(run), "--sequences", "0"], "--sequences=0"),
