@@ -73,13 +73,17 @@ def _image(figure, axis, values: Tensor):
 def _figure5(plt, scene, found):
     a, bc = found["figure5a"], found["figure5bc"]
     figure, axes = plt.subplots(3, 1, figsize=(7, 7), layout="constrained")
-    axes[0].plot(range(1, len(a["cumulative"]) + 1), a["cumulative"], "k.-")
-    for i in range(1, len(a["step"])):
-        if a["step"][i] != a["step"][i - 1]:
-            axes[0].axvline(i + 0.5, color=GREY, linestyle="--", linewidth=0.8)
+    if len(a["steps"]) > 2:
+        axes[0].plot(a["steps"], a["steps_cumulative"], "k.-")
+        axes[0].set(xlabel="optimizer step, of the checkpoints taken")
+    else:  # too few steps for a curve: over the sequences
+        axes[0].plot(range(1, len(a["cumulative"]) + 1), a["cumulative"], "k.-")
+        for i in range(1, len(a["step"])):
+            if a["step"][i] != a["step"][i - 1]:
+                axes[0].axvline(i + 0.5, color=GREY, linestyle="--", linewidth=0.8)
+        axes[0].set(xlabel=f"sequence, of steps {' and '.join(map(str, a['steps']))} in turn (dashed: the next)")
+    axes[0].set(ylabel="cumulative sum of\ndelta_lp - delta_hp (loss)")
     axes[0].axhline(0, color=GREY, linewidth=0.8)
-    axes[0].set(xlabel=f"sequence, of checkpoints {', '.join(map(str, found['steps']))} in turn (dashed: the next)",
-                ylabel="cumulative sum of\ndelta_lp - delta_hp (loss)")
     for axis, name, label in ((axes[1], "do", "dO (loss per unit of O)"),
                               (axes[2], "o_error", "O_lp - O_hp (units of O)")):
         axis.bar(range(len(bc[name])), bc[name], color=DARK)

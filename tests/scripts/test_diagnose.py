@@ -114,9 +114,9 @@ def test_the_worst_head_and_the_captured_tensors(run, diagnosed):
 
 def test_numbers_are_those_of_a_direct_computation(run, diagnosed):
     """Delta's error, ties, the error of dW_Q and figure 6, from the run's own stored O and NumPy in float64."""
-    found = diagnosed[1]
+    found, scene = diagnosed[1], scenes.load(diagnosed[0] / "scene.npz")
     layer, head = found["layer"], found["head"]
-    errors = []
+    errors, matrices = [], []
     for i, step in enumerate(found["steps"]):
         t = {n: (x.double() if torch.is_tensor(x) else x) for n, x in direct(run, step, layer, head).items()}
         s = round_bf16(round_bf16((t["q"].float() @ t["k"].float().mT).double()) / D**0.5)
@@ -132,6 +132,18 @@ def test_numbers_are_those_of_a_direct_computation(run, diagnosed):
         assert found["figure5a"]["per_step"][i] == pytest.approx(found["shares"][i]["sum"] * S / N)
         error = torch.einsum("bt,btd,btc->dc", delta_error, p @ t["k"], t["x"]) / D**0.5
         assert found["coherence"]["error"][i]["norm"] == pytest.approx(error.norm().item(), rel=0.02)
+        matrices.append(error)
+        for rule, near in (("exact", 0.0), ("epsilon", 1e-3)):
+            counted = ((s >= s.amax(-1, keepdim=True) - near).sum(-1) > 1).double().mean().item()
+            assert scene.surveys[i].tied[rule][layer][head] == pytest.approx(counted, abs=0.02)
+            assert found["ties"][i]["share"][rule] == pytest.approx(counted, abs=0.02)
+        assert found["heads"]["tied"]["one"][layer][head] == found["ties"][-1]["share"]["one"]
+    assert found["figure5a"]["steps_cumulative"] == pytest.approx(np.cumsum(found["figure5a"]["per_step"]))
+    first, last = (direct(run, step, layer, head)["wq"].double() for step in (found["steps"][0], found["steps"][-1]))
+    growth, total = found["coherence"]["growth_in_all"], sum(matrices[:-1])
+    cosine = torch.nn.functional.cosine_similarity((last - first).flatten(), total.flatten(), 0).item()
+    assert growth["cosine"] == pytest.approx(cosine, rel=0.05, abs=1e-3)
+    assert growth["spectral"]["after"] == pytest.approx(np.linalg.svd(last)[1][0])
     assert sum(found["figure5a"]["sum"]) == pytest.approx(sum(e.sum().item() for e in errors), rel=0.02, abs=1e-8)
     assert found["figure5a"]["cumulative"][-1] == pytest.approx(sum(found["figure5a"]["sum"]), abs=1e-15)
     bc, six = found["figure5bc"], found["figure6"]
@@ -251,7 +263,7 @@ def test_user_errors(run, tmp_path, capsys):
 def test_worst_head_rule():
     """The largest W_Q norm decides; within 5 % the share of ties does."""
     def survey(norms, ties):
-        return scenes.Survey(0, [[layer, layer, layer] for layer in norms], {}, [], ties, 1)
+        return scenes.Survey(0, [[layer, layer, layer] for layer in norms], {}, [], ties, {}, 1)
 
     assert scenes.worst_head(survey([[1, 2], [9, 3]], [[0, 0.9], [0, 0]])) == (1, 0)
     assert scenes.worst_head(survey([[8.8, 2], [9, 3]], [[0.5, 0.9], [0.1, 0]])) == (0, 0)
@@ -265,7 +277,8 @@ def test_a_scene_loses_nothing(tmp_path):
     tensors = {name: (round_bf16(wide) if name in "qkv" else wide + i) for i, name in enumerate(scenes.TENSORS[1:])}
     frame = scenes.Frame(3, torch.arange(10).view(2, 5), **tensors)
     scene = scenes.Scene("a", 1, 2, AttentionSpec(stabilizer="capped"), 8,
-                         [scenes.Survey(3, [[[1.0]] * 3], {"W_Q": [1.0]}, [[0.5]], [[0.25]], 10)], [frame],
+                         [scenes.Survey(3, [[[1.0]] * 3], {"W_Q": [1.0]}, [[0.5]], [[0.25]], {"one": [[0.5]]}, 10)],
+                         [frame],
                          {"l": [[], []]})
     path = scenes.save(scene, tmp_path / "a" / "scene.npz")
     with np.load(path) as file:
