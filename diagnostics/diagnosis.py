@@ -21,7 +21,7 @@ def diagnose(scene: Scene) -> dict:
     pairs = [both(f.q, f.k, f.v, scene.spec, f.do) for f in scene.frames]
     ones = [maxima(pair.s, "one") for pair in pairs]
     sets = [coherence.rank_one(pair.p, frame.k, frame.x) for pair, frame in zip(pairs, scene.frames, strict=True)]
-    last, frame = pairs[-1], scene.frames[-1]
+    last, frame, layers = pairs[-1], scene.frames[-1], range(len(scene.surveys[-1].ties))
     found = {
         "name": scene.name, "layer": scene.layer, "head": scene.head, "attention": scene.spec.describe(),
         "steps": [f.step for f in scene.frames], "sequences": len(frame.tokens), "tokens": frame.tokens.shape[1],
@@ -45,8 +45,9 @@ def diagnose(scene: Scene) -> dict:
                      "norms": {kind: [s.matrix_norms[kind] for s in scene.surveys]
                                for kind in scene.surveys[0].matrix_norms},
                      "wq_norm_largest_head": [[max(three[0]) for three in s.head_norms] for s in scene.surveys],
-                     "logged_largest_head": {i: scene.history.get(f"wq_norm/layer{i}", [[], []])
-                                             for i in range(len(scene.surveys[0].ties))}},
+                     "logged": {kind: {i: scene.history.get(f"norm_{kind}/layer{i}", [[], []]) for i in layers}
+                                for kind in scene.surveys[0].matrix_norms},
+                     "logged_largest_head": {i: scene.history.get(f"wq_norm/layer{i}", [[], []]) for i in layers}},
         "figure13": {"val_loss": scene.history.get("val_loss", [[], []]),
                      "tied_share": scene.history.get(f"ties/layer{scene.layer}", [[], []]),
                      "checkpoints": [[s.step for s in scene.surveys],

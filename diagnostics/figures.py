@@ -116,18 +116,22 @@ def _figure6(plt, scene, found):
 def _figure11(plt, scene, found):
     eleven = found["figure11"]
     kinds = eleven["norms"] | {"W_Q, largest head": eleven["wq_norm_largest_head"]}
+    logged = eleven["logged"] | {"W_Q, largest head": eleven["logged_largest_head"]}
     figure, grid = plt.subplots(2, -(-len(kinds) // 2), figsize=(12, 6), layout="constrained")
     for axis in grid.flat[len(kinds):]:
         axis.axis("off")
     for axis, (kind, values) in zip(grid.flat, kinds.items(), strict=False):
         for layer in range(len(values[0])):
             worst = layer == found["layer"]
-            axis.plot(eleven["steps"], [v[layer] for v in values], marker=".", color="black" if worst else GREY,
-                      linestyle="-" if worst else LINES[layer % len(LINES)], linewidth=2 if worst else 1,
-                      label=f"layer {layer}" if worst else None)
+            style = dict(color="black" if worst else GREY, linewidth=1.8 if worst else 0.9, zorder=3 if worst else 2,
+                         linestyle="-" if worst else LINES[layer % len(LINES)],
+                         label=f"layer {layer}" if worst else "others" if layer == (found["layer"] == 0) else None)
+            if logged[kind][layer][0]:
+                axis.plot(*logged[kind][layer], **style)
+                axis.plot(eleven["steps"], [v[layer] for v in values], ".", color=style["color"])
+            else:
+                axis.plot(eleven["steps"], [v[layer] for v in values], marker=".", **style)
         axis.set(xlabel="optimizer step", ylabel=f"spectral norm, {kind}")
-    for layer, series in eleven["logged_largest_head"].items():
-        axis.plot(*series, color="black" if layer == found["layer"] else GREY, linewidth=0.8)
     grid.flat[0].legend(fontsize=7)
     return figure
 

@@ -66,8 +66,8 @@ class Frame:
 @dataclass
 class Scene:
     """spec is the head's own. sequences_per_step: of the run, so that a frame's B sequences can be scaled to a step.
-    history: series of the run's log, name -> [steps, values]: val_loss, ties/layer{i}, wq_norm/layer{i}, as far as
-    they were logged (`probes.probe` says what the latter two are)."""
+    history: series of the run's log, name -> [steps, values]: val_loss, ties/layer{i}, wq_norm/layer{i} and
+    norm_KIND/layer{i}, as far as they were logged (`probes.probe` and `spectra.Spectra.record` say what they are)."""
 
     name: str
     layer: int

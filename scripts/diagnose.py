@@ -29,6 +29,7 @@ from diagnostics.diagnosis import diagnose
 from diagnostics.figures import draw
 from diagnostics.precision import head_spec
 from diagnostics.scene import Scene, capture, load, save, survey, worst_head
+from diagnostics.weights import KINDS
 from diagnostics.words import words
 from metrics import MetricsError, read_metrics, to_json
 from model import GPT
@@ -117,7 +118,8 @@ def _history(run: Path, n_layer: int) -> dict:
         found = [(r["step"], r[key]) for r in records if r.get(key) is not None]
         return [[step for step, _ in found], [value for _, value in found]]
 
-    probed = [f"{name}/layer{i}" for name in ("ties", "wq_norm") for i in range(n_layer)]
+    names = ("ties", "wq_norm", *(f"norm_{kind}" for kind in KINDS))
+    probed = [f"{name}/layer{i}" for name in names for i in range(n_layer)]
     return {"val_loss": series("val_loss"), **{name: series(f"probe/{name}") for name in probed}}
 
 

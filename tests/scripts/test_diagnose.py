@@ -170,6 +170,8 @@ def test_series_are_those_of_the_log(run, diagnosed):
         assert found["figure13"][name] == series
         assert len(found["figure13"][name][0]) >= 3
     assert found["figure11"]["logged_largest_head"]["1"][0] == [0, 4, 8]
+    assert found["figure11"]["logged"]["MLP_up"]["0"] == [[r[k] for r in records if "probe/norm_MLP_up/layer0" in r]
+                                                          for k in ("step", "probe/norm_MLP_up/layer0")]
     weight = checkpoint.load(run / "ckpt_00000008.pt")["model"]["transformer.h.1.attn.c_attn.weight"].double().numpy()
     assert found["figure11"]["norms"]["W_K"][1][1] == pytest.approx(np.linalg.svd(weight[32:64])[1][0], rel=1e-9)
 
