@@ -80,4 +80,5 @@ def _tokens(tie: dict) -> str:
 
 
 def _part(share: dict, name: str) -> str:
-    return f"{share[name] / share['sum']:.0%}" if share["sum"] else f"{share[name]:+.1e}"
+    """A part of the sum in percent, or as it is where the sum is not more than chance: percent of nothing mislead."""
+    return f"{share[name] / share['sum']:.0%}" if abs(share["sum"]) > 3 * share["root"] else f"{share[name]:+.1e}"
