@@ -73,7 +73,7 @@ def test_spectra(model, tokens, exact):
     for i, block in enumerate(model.transformer.h):
         for kind, w in block_matrices(block).items():
             norm = np.linalg.norm(w.detach().double().cpu().numpy(), 2)
-            assert record[f"probe/norm_{kind}/layer{i}"] == pytest.approx(norm, rel=1e-5)
+            assert record[f"probe/norm_{kind}/layer{i}"] == pytest.approx(norm, rel=1e-5 if exact else 5e-3)
             assert 0 <= record[f"probe/sign_diversity_{kind}/layer{i}"] <= 0.5
         entropy = qk_entropy(block.attn.c_attn.weight.detach().cpu(), H)
         assert record[f"probe/qk_entropy_head/layer{i}"] == pytest.approx(entropy.tolist(), abs=1e-4)
