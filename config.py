@@ -109,7 +109,7 @@ class Config:
     collective_timeout_s: float = 600.0  # a rank that waits longer for the others stops the run
 
     # Watching
-    probe_interval: int = 0  # steps between probes of ties and W_Q norms; 0 is off
+    probe_interval: int = 0  # steps between probes of ties, spectral norms, alignments and entropies; 0 is off
     probe_sequences: int = 2  # sequences of each rank's first micro-batch that a probe reads
     monitor: Literal["off", "warn", "stop", "switch"] = "off"  # early warning: print, end (status 5), or switch
     monitor_interval: int = 100  # steps between the monitor's measurements, which are logged as probes are

@@ -23,7 +23,6 @@ from config import as_dict, load
 from data.loader import DataError
 from determinism import set_determinism
 from diagnostics.monitor import Alarm, MonitorRule
-from diagnostics.probes import as_record
 from failure import RISE, WINDOW, FailureRule
 from metrics import Metrics, MetricsError, read_metrics
 from optim import learning_rate
@@ -32,7 +31,7 @@ from replay.order import OrderError, Recorder
 from replay.switches import companion, plain, write_switches
 from runinfo import describe_run, print_header, print_switches
 from stop import StopRequested, StopSignal
-from trainer import Readback, Trainer
+from trainer import Probe, Readback, Trainer
 
 USER_ERRORS = (CheckpointError, MetricsError, OrderError, DataError)
 EXIT_USER, EXIT_NONFINITE, EXIT_FAILED, EXIT_WARNED = 2, 3, 4, 5
@@ -67,7 +66,7 @@ class StepLog:
             self.switch(self.monitor.active, trainer.step)  # of which an earlier session only warned
         self.keep_switches()
 
-    def add(self, record: dict, readback: Readback, probed: Readback | None = None):
+    def add(self, record: dict, readback: Readback, probed: Probe | None = None):
         """What is known of a step, and its numbers that the device may still be working on."""
         self.waiting, self.steps, self.now = (record, readback, probed), self.steps + 1, time.perf_counter()
 
@@ -80,7 +79,7 @@ class StepLog:
         step, config = record["step"], self.config
         loss, norm, bad, updated = readback.numbers()
         stop = bad and config.on_nonfinite == "stop"
-        record |= as_record(probed.numbers()) if probed else {}
+        record |= probed.record() if probed else {}
         alarms = self.monitor.update(record) if config.monitor != "off" else []
         record |= {"warnings": [dataclasses.asdict(alarm) for alarm in alarms]} if alarms else {}
         told = bad or not updated or len(record) > 1  # by an evaluation or a probe
@@ -183,7 +182,8 @@ def train(trainer: Trainer, info: dict) -> int:
             trainer.optimizer.set_lr(step)
             loss = trainer.gradients()
             log.settle()  # the step before, while the device works on this one's gradients
-            probed = trainer.probe() if any(every and step % every == 0 for every in intervals) else None
+            whole, watched = (bool(every) and step % every == 0 for every in intervals)
+            probed = trainer.probe(whole, exact="val_loss" in record) if whole or watched else None
             log.add(record, trainer.update(loss), probed)
         log.settle()
         record = {"step": trainer.step} | trainer.switch()

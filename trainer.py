@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import warnings
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -14,7 +15,7 @@ from attention.spec import from_key
 from config import Config, as_dict
 from data.loader import draw_offsets
 from determinism import seed_microbatch
-from diagnostics.probes import explain_nonfinite, measure
+from diagnostics import probes, spectra
 from hf import load_pretrained
 from model import GPT
 from optim import build_optimizer
@@ -41,6 +42,17 @@ class Readback:
         return self.host.tolist()
 
 
+class Probe(NamedTuple):
+    """Numbers of a probe on their way; `record` waits for them."""
+
+    heads: Readback
+    spectra: Readback | None
+
+    def record(self) -> dict:
+        return probes.as_record(self.heads.numbers()) | (
+            spectra.as_record(self.spectra.numbers()) if self.spectra else {})
+
+
 class Trainer:
     """The state of one run and its step."""
 
@@ -56,9 +68,12 @@ class Trainer:
             load_pretrained(self.raw, config.init_from)
         self.raw.to(self.device)
         self.optimizer = build_optimizer(self.raw, config, self.device.type)
+        self.spectra = spectra.Spectra(self.raw) if config.probe_interval else None
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=config.dtype == "float16")
         if plan.state:
             self.optimizer.load_state_dict(plan.state["optimizer"])
+            if self.spectra and "spectra" in plan.state:
+                self.spectra.load_state_dict(plan.state["spectra"])
             if plan.state["scaler"]:  # empty where the checkpoint is of another dtype: the scale starts anew
                 self.scaler.load_state_dict(plan.state["scaler"])
         self.step, self.switches = plan.start, list(plan.switches)
@@ -126,11 +141,17 @@ class Trainer:
         """The switches of this run: made, or decided for the next step."""
         return [switch for switch in self.switches if switch.step <= self.step + 1]
 
-    def probe(self) -> Readback:
-        """Ties, largest scores and W_Q norms by layer and head, (3, n_layer, n_head), over the first sequences of all
-        ranks; equal on all of them, so that they come to one decision."""
-        values = measure(self.raw, self.first[: self.config.probe_sequences], self.autocast)
-        return Readback(torch.cat([self.group.mean(values[:1]), self.group.max(values[1:])]))
+    def probe(self, whole: bool, exact: bool = False) -> "Probe":
+        """`probes.measure` over the first sequences of all ranks; equal on all of them, so that they come to one
+        decision. whole: `spectra.Spectra` too, which needs a probe_interval; exact: its norms are."""
+        listening = contextlib.nullcontext()
+        if whole:
+            self.spectra.update(exact)
+            listening = self.spectra.listening()
+        with listening:
+            values = probes.measure(self.raw, self.first[: self.config.probe_sequences], self.autocast)
+        found = Readback(torch.cat([self.group.mean(values[:1]), self.group.max(values[1:])]))
+        return Probe(found, Readback(self.group.mean(self.spectra.values())) if whole else None)
 
     def gradients(self) -> torch.Tensor:
         """Forward and backward over this rank's micro-batches; returns their mean loss, on the device."""
@@ -187,7 +208,7 @@ class Trainer:
         self.optimizer.zero_grad()
         self.gradients()  # once more: those of the next step have replaced them
         rows = self.row(step).reshape(-1, self.config.batch_size)
-        place = explain_nonfinite(self.raw, (self.read("train", row)[0] for row in rows), self.autocast)
+        place = probes.explain_nonfinite(self.raw, (self.read("train", row)[0] for row in rows), self.autocast)
         begun = self.config.init_from if self.config.init_from.endswith(".pt") else "none"
         return (f"step {step}: loss {loss}, gradient norm {norm}: {place}. Stopped before the update; the last good "
                 f"checkpoint is {checkpoint.latest(Path(self.config.out_dir)) or begun}. Replay with another "
@@ -225,4 +246,5 @@ class Trainer:
                 "scaler": self.scaler.state_dict(), "step": self.step, "config": as_dict(self.config),
                 "model_args": dataclasses.asdict(self.plan.model_args),
                 "switches": plain(self.switched()),
-                "data": {"tokenizer": tokens.tokenizer, "vocab_size": tokens.vocab_size}}
+                "data": {"tokenizer": tokens.tokenizer, "vocab_size": tokens.vocab_size},
+                **({"spectra": self.spectra.state_dict()} if self.spectra else {})}

@@ -39,6 +39,28 @@ def by_ones(pair: Pair, v: Tensor, ones: Tensor) -> list[dict]:
     return lines
 
 
+def by_remainder(pair: Pair, v: Tensor, ones: Tensor) -> list[dict]:
+    """The real counterpart of `synthetic_table`: (row, feature) entries with 1 to 4 ones at which V has one sign, by
+    the sign of the remainder of P V beside them.
+
+    Each line: ones, remainder (`REMAINDERS`, its sign against that of V at the ones), entries, error (signed mean of
+    (PV)_lp - (PV)_hp, turned as if V were negative: below 0 is away from zero), error_size (mean |error|).
+    """
+    v, count = v.double(), ones.sum(-1)[..., None]
+    below, above = (ones.double() @ side.double() for side in (v < 0, v > 0))
+    side = (above == count).double() - (below == count).double()
+    rest = (pair.o_hp * pair.l[..., None] - ones.double() @ v) * side
+    error = -side * pair.pv_error
+    lines = []
+    for k in range(1, 5):
+        for name, kind in zip(REMAINDERS, (rest > 0, rest < 0, rest == 0), strict=True):
+            here = (count == k) & (side != 0) & kind
+            if entries := int(here.sum()):
+                lines.append({"ones": k, "remainder": name, "entries": entries, "error": error[here].mean().item(),
+                              "error_size": error[here].abs().mean().item()})
+    return lines
+
+
 def prefix_error(pbar: Tensor, v: Tensor, probs: str = "bf16") -> Tensor:
     """Paper figure 6b, c: (sum_{t' <= t} P[t'] V[t', i])_lp - (the same)_hp for every t, float64 (..., T, D).
 

@@ -85,3 +85,16 @@ def projection(error: Tensor, update: Tensor) -> dict[str, float]:
     size = update.norm().clamp_min(torch.finfo(torch.float64).tiny)
     cosine = (error * update).sum() / (size * error.norm().clamp_min(torch.finfo(torch.float64).tiny))
     return {"cosine": cosine.item(), "subspace": ((u[:, 0] @ update @ vt[0]) / size).square().item()}
+
+
+def explained_growth(error: Tensor, weight: Tensor, update: Tensor) -> dict:
+    """How much of the growth of a weight's spectral norm its movement along the summed error explains; all (D, C).
+
+    before, after: |W| and |W + dW|. along: |W + dW_E| with dW_E = <dW, E> / <E, E> E, the part of the update dW on the
+    line of the error E. share: (along - before) / (after - before), None where the norm did not grow.
+    """
+    error, weight, update = error.double(), weight.double(), update.double()
+    part = (error * update).sum() / error.square().sum().clamp_min(torch.finfo(torch.float64).tiny) * error
+    before, after, along = (torch.linalg.matrix_norm(w, 2).item() for w in (weight, weight + update, weight + part))
+    return {"before": before, "after": after, "along": along,
+            "share": (along - before) / (after - before) if after > before else None}

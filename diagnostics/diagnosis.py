@@ -21,7 +21,7 @@ def diagnose(scene: Scene) -> dict:
     pairs = [both(f.q, f.k, f.v, scene.spec, f.do) for f in scene.frames]
     ones = [maxima(pair.s, "one") for pair in pairs]
     sets = [coherence.rank_one(pair.p, frame.k, frame.x) for pair, frame in zip(pairs, scene.frames, strict=True)]
-    last, frame = pairs[-1], scene.frames[-1]
+    last, frame, layers = pairs[-1], scene.frames[-1], range(len(scene.surveys[-1].ties))
     found = {
         "name": scene.name, "layer": scene.layer, "head": scene.head, "attention": scene.spec.describe(),
         "steps": [f.step for f in scene.frames], "sequences": len(frame.tokens), "tokens": frame.tokens.shape[1],
@@ -30,10 +30,14 @@ def diagnose(scene: Scene) -> dict:
                                      for f, pair in zip(scene.frames, pairs, strict=True)],
         "ties": [_ties(f, pair, scene) for f, pair in zip(scene.frames, pairs, strict=True)],
         "rounding": bias.by_ones(last, frame.v, ones[-1]),
+        "remainder": bias.by_remainder(last, frame.v, ones[-1]),
         "synthetic": bias.synthetic_table(),
         "shares": [bias.delta_shares(pair, f.v, f.do, one, scene.spec) | {"step": f.step}
                    for f, pair, one in zip(scene.frames, pairs, ones, strict=True)],
         "coherence": _coherence(scene, pairs, sets),
+        "heads": {"step": scene.surveys[-1].step, "tied": scene.surveys[-1].tied, "ties": scene.surveys[-1].ties,
+                  "wq_norm": [three[0] for three in scene.surveys[-1].head_norms],
+                  "qk_entropy": scene.surveys[-1].qk_entropy},
         "figure3": {"wq_norm": scene.surveys[-1].head_norms[scene.layer][0], "step": scene.surveys[-1].step,
                     "qk_entropy": scene.surveys[-1].qk_entropy[scene.layer]},
         "figure5a": _cumulative(scene, pairs),
@@ -41,8 +45,9 @@ def diagnose(scene: Scene) -> dict:
                      "norms": {kind: [s.matrix_norms[kind] for s in scene.surveys]
                                for kind in scene.surveys[0].matrix_norms},
                      "wq_norm_largest_head": [[max(three[0]) for three in s.head_norms] for s in scene.surveys],
-                     "logged_largest_head": {i: scene.history.get(f"wq_norm/layer{i}", [[], []])
-                                             for i in range(len(scene.surveys[0].ties))}},
+                     "logged": {kind: {i: scene.history.get(f"norm_{kind}/layer{i}", [[], []]) for i in layers}
+                                for kind in scene.surveys[0].matrix_norms},
+                     "logged_largest_head": {i: scene.history.get(f"wq_norm/layer{i}", [[], []]) for i in layers}},
         "figure13": {"val_loss": scene.history.get("val_loss", [[], []]),
                      "tied_share": scene.history.get(f"ties/layer{scene.layer}", [[], []]),
                      "checkpoints": [[s.step for s in scene.surveys],
@@ -94,14 +99,18 @@ def _ties(frame: Frame, pair, scene: Scene) -> dict:
 
 
 def _cumulative(scene: Scene, pairs) -> dict:
-    """Paper figure 5a over the sequences of all frames, in order; per_step: what a whole step would add."""
+    """Paper figure 5a: the sums over the sequences of all frames in order, and their running sum. By frame: per_step,
+    what a whole step would add, and steps_cumulative, its running sum over the frames, which is the paper's curve where
+    there is a frame for every step."""
     sums = [(f.step, b, s) for f, pair in zip(scene.frames, pairs, strict=True)
             for b, s in enumerate(pair.delta_error.sum(-1).tolist())]
     values = torch.tensor([s for *_, s in sums], dtype=torch.float64)
+    per_step = torch.stack([pair.delta_error.sum() * scene.sequences_per_step / len(f.tokens)
+                            for f, pair in zip(scene.frames, pairs, strict=True)])
     return {"step": [step for step, *_ in sums], "sequence": [b for _, b, _ in sums], "sum": values.tolist(),
             "cumulative": values.cumsum(0).tolist(), "positive": (values > 0).double().mean().item(),
-            "per_step": [pair.delta_error.sum().item() * scene.sequences_per_step / len(f.tokens)
-                         for f, pair in zip(scene.frames, pairs, strict=True)]}
+            "steps": [f.step for f in scene.frames], "per_step": per_step.tolist(),
+            "steps_cumulative": per_step.cumsum(0).tolist()}
 
 
 def _coherence(scene: Scene, pairs, sets) -> dict:
@@ -118,10 +127,16 @@ def _coherence(scene: Scene, pairs, sets) -> dict:
               for f, one, pair in zip(scene.frames, sets, pairs, strict=True)]
     found["error"] = [{"step": f.step, "norm": e.norm().item(), "effective_rank": coherence.effective_rank(e),
                        "top_share": coherence.top_share(e)} for f, e in zip(scene.frames, errors, strict=True)]
-    found["growth"] = [{"steps": [f.step, g.step], "norm": (g.wq - f.wq).double().norm().item()}
-                       | coherence.projection(e, g.wq - f.wq)
-                       for f, g, e in zip(scene.frames, scene.frames[1:], errors, strict=False)]
+    found["growth"] = [_growth(f, g, e) for f, g, e in zip(scene.frames, scene.frames[1:], errors, strict=False)]
+    # The whole way against the errors of all frames together, but for the last one, which moved nothing yet.
+    found["growth_in_all"] = _growth(scene.frames[0], scene.frames[-1], sum(errors[:-1])) if len(errors) > 1 else None
     return found
+
+
+def _growth(start: Frame, end: Frame, error: Tensor) -> dict:
+    update = end.wq - start.wq
+    return ({"steps": [start.step, end.step], "norm": update.double().norm().item()}
+            | coherence.projection(error, update) | {"spectral": coherence.explained_growth(error, start.wq, update)})
 
 
 def _some(one: coherence.RankOne) -> coherence.RankOne:

@@ -44,42 +44,46 @@ def _figure3(plt, scene, found):
 def _figure4(plt, scene: Scene, found):
     four = found["figure4"]
     steps = [f.step for f in scene.frames]
-    figure, grid = plt.subplots(2, 3, figsize=(11, 6), layout="constrained")
+    figure, grid = plt.subplots(2, 3, figsize=(15, 7), layout="constrained")  # wide: a column is an input feature
     for line, step, token, b, top in zip(grid, *(four[k] for k in ("steps", "tokens", "sequences", "features")),
                                          strict=True):
         frame = scene.frames[steps.index(step)]
         part = slice(b, b + 1)
         pair = both(frame.q[part], frame.k[part], frame.v[part], scene.spec)
         one = rank_one(pair.p, frame.k[part], frame.x[part])
-        for axis, image, title, y, x, marks in (
-                (line[0], one.pk, f"PK, step {step}", "token", "feature of the head", top["pk"]),
-                (line[1], one.x, "X", "token", "input feature", top["x"]),
-                (line[2], one.matrix(token), f"(PK)[T]^T X[T], T = {token}", "feature of the head", "input feature",
-                 top["x"])):
-            _image(figure, axis, image)
-            axis.set_title(f"{title}; largest columns {', '.join(map(str, marks))}", fontsize=8)
+        for axis, image, title, unit, y, x, marks in (
+                (line[0], one.pk, "PK", "units of K", "token", "feature of the head", top["pk"]),
+                (line[1], one.x, "X", "units of X, normalised", "token", "input feature", top["x"]),
+                (line[2], one.matrix(token), f"(PK)[T]^T X[T], T = {token}", "units of K X", "feature of the head",
+                 "input feature", top["x"])):
+            _image(figure, axis, image, unit)
+            axis.set_title(f"step {step}: {title}; largest columns {', '.join(map(str, marks))}", fontsize=9, pad=12)
             axis.set(xlabel=x, ylabel=y)
             axis.plot(marks, [1.02] * len(marks), "kv", transform=axis.get_xaxis_transform(), clip_on=False,
                       markersize=4)
     return figure
 
 
-def _image(figure, axis, values: Tensor):
+def _image(figure, axis, values: Tensor, unit: str):
     limit = max(values.abs().flatten().kthvalue(max(1, int(0.995 * values.numel()))).values.item(), 1e-300)
-    shown = axis.imshow(values, cmap="gray", vmin=-limit, vmax=limit, aspect="auto", interpolation="nearest")
-    figure.colorbar(shown, ax=axis)
+    shown = axis.imshow(values, cmap="gray", vmin=-limit, vmax=limit, aspect="auto")
+    figure.colorbar(shown, ax=axis, label=unit, extend="both")
 
 
 def _figure5(plt, scene, found):
     a, bc = found["figure5a"], found["figure5bc"]
     figure, axes = plt.subplots(3, 1, figsize=(7, 7), layout="constrained")
-    axes[0].plot(range(1, len(a["cumulative"]) + 1), a["cumulative"], "k.-")
-    for i in range(1, len(a["step"])):
-        if a["step"][i] != a["step"][i - 1]:
-            axes[0].axvline(i + 0.5, color=GREY, linestyle="--", linewidth=0.8)
+    if len(a["steps"]) > 2:
+        axes[0].plot(a["steps"], a["steps_cumulative"], "k.-")
+        axes[0].set(xlabel="optimizer step, of the checkpoints taken")
+    else:  # too few steps for a curve: over the sequences
+        axes[0].plot(range(1, len(a["cumulative"]) + 1), a["cumulative"], "k.-")
+        for i in range(1, len(a["step"])):
+            if a["step"][i] != a["step"][i - 1]:
+                axes[0].axvline(i + 0.5, color=GREY, linestyle="--", linewidth=0.8)
+        axes[0].set(xlabel=f"sequence, of steps {' and '.join(map(str, a['steps']))} in turn (dashed: the next)")
+    axes[0].set(ylabel="cumulative sum of\ndelta_lp - delta_hp (loss)")
     axes[0].axhline(0, color=GREY, linewidth=0.8)
-    axes[0].set(xlabel=f"sequence, of checkpoints {', '.join(map(str, found['steps']))} in turn (dashed: the next)",
-                ylabel="cumulative sum of\ndelta_lp - delta_hp (loss)")
     for axis, name, label in ((axes[1], "do", "dO (loss per unit of O)"),
                               (axes[2], "o_error", "O_lp - O_hp (units of O)")):
         axis.bar(range(len(bc[name])), bc[name], color=DARK)
@@ -95,7 +99,8 @@ def _figure6(plt, scene, found):
     axes[0].plot(six["v"], color=GREY, label=f"V[t, {six['feature']}]", linewidth=0.9)
     axes[0].plot(six["p"], "k-", linewidth=0.7, label=f"P[{six['token']}, t], 1 at the row maximum")
     axes[0].legend(fontsize=7)
-    axes[0].set(ylabel="V (units of O) and P")
+    axes[0].set(ylabel="V (units of O) and P", xlabel="key position t")
+    axes[2].set_title("around its largest step", fontsize=8)
     for axis, part in ((axes[1], slice(0, None)), (axes[2], slice(low, high + 1))):
         error = six["prefix_error"][part]
         positions = range(part.start, part.start + len(error))
@@ -104,7 +109,7 @@ def _figure6(plt, scene, found):
         axis.plot(marked, [six["prefix_error"][t] for t in marked], "o", color="black", markerfacecolor="white",
                   label="P rounds to 1")
         axis.axhline(0, color=GREY, linewidth=0.6)
-        axis.set(ylabel="error of PV up to t\n(units of O, P = 1 at maximum)", xlabel="key position t")
+        axis.set(ylabel="error of P V up to t\n(units of O)", xlabel="key position t")
     axes[1].legend(fontsize=7)
     return figure
 
@@ -112,18 +117,23 @@ def _figure6(plt, scene, found):
 def _figure11(plt, scene, found):
     eleven = found["figure11"]
     kinds = eleven["norms"] | {"W_Q, largest head": eleven["wq_norm_largest_head"]}
+    logged = eleven["logged"] | {"W_Q, largest head": eleven["logged_largest_head"]}
     figure, grid = plt.subplots(2, -(-len(kinds) // 2), figsize=(12, 6), layout="constrained")
     for axis in grid.flat[len(kinds):]:
         axis.axis("off")
     for axis, (kind, values) in zip(grid.flat, kinds.items(), strict=False):
         for layer in range(len(values[0])):
             worst = layer == found["layer"]
-            axis.plot(eleven["steps"], [v[layer] for v in values], marker=".", color="black" if worst else GREY,
-                      linestyle="-" if worst else LINES[layer % len(LINES)], linewidth=2 if worst else 1,
-                      label=f"layer {layer}" if worst else None)
+            style = dict(color="black" if worst else GREY, linewidth=1.8 if worst else 0.9, zorder=3 if worst else 2,
+                         linestyle="-" if worst else LINES[layer % len(LINES)],
+                         label=f"layer {layer}" if worst or len(values[0]) <= len(LINES) + 1 else
+                         "others" if layer == (found["layer"] == 0) else None)
+            if logged[kind][layer][0]:
+                axis.plot(*logged[kind][layer], **style)
+                axis.plot(eleven["steps"], [v[layer] for v in values], ".", color=style["color"])
+            else:
+                axis.plot(eleven["steps"], [v[layer] for v in values], marker=".", **style)
         axis.set(xlabel="optimizer step", ylabel=f"spectral norm, {kind}")
-    for layer, series in eleven["logged_largest_head"].items():
-        axis.plot(*series, color="black" if layer == found["layer"] else GREY, linewidth=0.8)
     grid.flat[0].legend(fontsize=7)
     return figure
 
@@ -134,7 +144,8 @@ def _figure12(plt, scene, found):
     axis.bar(range(len(twelve["delta_error"])), twelve["delta_error"], color=DARK, width=1.0)
     axis.axhline(0, color="black", linewidth=0.6)
     axis.set(xlabel=f"token of sequence {twelve['sequence']}, step {twelve['step']}",
-             ylabel="delta_lp - delta_hp (loss)", title=f"sum {twelve['sum']:+.2e}")
+             ylabel="delta_lp - delta_hp (loss)")
+    axis.set_title(f"sum {twelve['sum']:+.2e}", fontsize=9)
     return figure
 
 

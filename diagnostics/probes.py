@@ -41,18 +41,24 @@ def _wq_grams(weight: Tensor, n_head: int) -> Tensor:
     return wq @ wq.mT
 
 
-def largest_eigenvalues(gram: Tensor) -> Tensor:
-    """Largest eigenvalue of each positive semi-definite matrix (..., D, D): power iteration by squaring.
+def dominant(gram: Tensor) -> Tensor:
+    """M = gram^(2^30), scaled to trace 1, of positive semi-definite matrices (..., D, D): power iteration by squaring.
 
-    M = gram^(2^30), scaled to trace 1, weighs the eigenvalues in tr(gram M); one that is smaller by a share d counts
-    (1 - d)^(2^30), so the result is exact to about 1e-8 relative. Unlike an eigenvalue routine it never waits for the
-    device, keeps no vector that a resumed run would lack, and turns NaN into NaN.
+    An eigenvalue that is smaller than the largest by a share d has the weight (1 - d)^(2^30) in M, so M projects on the
+    first eigenvector, or on the space of those that are as good as equal. Unlike an eigenvalue routine it never waits
+    for the device, keeps no vector that a resumed run would lack, and turns NaN into NaN. 0 stays 0.
     """
     m = gram
     for _ in range(31):  # the first turn only scales
         m = m / m.diagonal(dim1=-2, dim2=-1).sum(-1).clamp_min(torch.finfo(m.dtype).tiny)[..., None, None]
         power, m = m, m @ m
-    return (gram * power).sum((-2, -1))
+    return power
+
+
+def largest_eigenvalues(gram: Tensor) -> Tensor:
+    """Largest eigenvalue of each positive semi-definite matrix (..., D, D), tr(gram M) with M its `dominant`: exact to
+    about 1e-8 relative."""
+    return (gram * dominant(gram)).sum((-2, -1))
 
 
 @torch.no_grad()

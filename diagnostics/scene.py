@@ -13,12 +13,13 @@ from torch import Tensor, nn
 
 from attention import AttentionLayer, attend
 from attention.spec import AttentionSpec, from_key
-from diagnostics.precision import both, head_spec, operand
+from diagnostics.precision import both, head_spec, operand, scores
 from diagnostics.probes import attention_inputs
+from diagnostics.ties import RULES, maxima, tied_share
 from diagnostics.weights import head_norms, matrix_norms, qk_entropy
 
 TENSORS = ("tokens", "x", "q", "k", "v", "o", "do", "lse", "wq")
-VERSION = 1
+VERSION = 2
 
 
 class SceneError(ValueError):
@@ -29,13 +30,15 @@ class SceneError(ValueError):
 class Survey:
     """All layers at one step. head_norms: [layer][W_Q, W_K, W_V][head], spectral norms (paper figures 3, 11).
     matrix_norms: kind -> one value a layer. qk_entropy, ties: [layer][head]; ties is the share of score rows with
-    rs > 1 in a key tile (paper figure 13). rows: score rows that a share is of."""
+    rs > 1 in a key tile (paper figure 13); tied: rule of `ties.RULES` -> [layer][head], that share over whole rows.
+    rows: score rows that a share is of."""
 
     step: int
     head_norms: list
     matrix_norms: dict
     qk_entropy: list
     ties: list
+    tied: dict
     rows: int
 
 
@@ -63,8 +66,8 @@ class Frame:
 @dataclass
 class Scene:
     """spec is the head's own. sequences_per_step: of the run, so that a frame's B sequences can be scaled to a step.
-    history: series of the run's log, name -> [steps, values]: val_loss, ties/layer{i}, wq_norm/layer{i}, as far as
-    they were logged (`probes.probe` says what the latter two are)."""
+    history: series of the run's log, name -> [steps, values]: val_loss, ties/layer{i}, wq_norm/layer{i} and
+    norm_KIND/layer{i}, as far as they were logged (`probes.probe` and `spectra.Spectra.record` say what they are)."""
 
     name: str
     layer: int
@@ -82,15 +85,21 @@ def survey(model: nn.Module, idx: Tensor, autocast, step: int) -> Survey:
     with attention_inputs(model.eval()) as inputs, autocast:
         model(idx)
     layers = [m for m in model.modules() if isinstance(m, AttentionLayer)]
-    ties = []
+    ties, tied = [], {rule: [] for rule in RULES}
     for i, layer in enumerate(layers):
-        _, stats = attend(*inputs[i], layer.spec, layer.rng, stats=True)
+        q, k, v = inputs[i]
+        _, stats = attend(q, k, v, layer.spec, layer.rng, stats=True)
         ties.append((stats.ties > 1).double().mean((0, 2)).tolist())
+        # A head at a time: (B, T, T) of one fits everywhere.
+        shares = [[tied_share(maxima(s, rule, layer.spec.epsilon)) for rule in RULES]
+                  for s in (scores(q[:, h], k[:, h], layer.spec) for h in range(q.shape[1]))]
+        for rule, values in zip(RULES, zip(*shares, strict=True), strict=True):
+            tied[rule].append(list(values))
     blocks = [block.attn for block in model.transformer.h]
     weights = [block.c_attn.weight for block in blocks]
     heads = blocks[0].n_head
     return Survey(step, [head_norms(w, heads).tolist() for w in weights], matrix_norms(model),
-                  [qk_entropy(w, heads).tolist() for w in weights], ties, idx.numel())
+                  [qk_entropy(w, heads).tolist() for w in weights], ties, tied, idx.numel())
 
 
 def worst_head(one: Survey) -> tuple[int, int]:
@@ -103,10 +112,12 @@ def worst_head(one: Survey) -> tuple[int, int]:
 
 
 def capture(model: nn.Module, x: Tensor, y: Tensor, autocast, layer: int, head: int, step: int,
-            scale: float = 1.0) -> Frame:
+            scale: float = 1.0, tokens: int | None = None) -> Frame:
     """Runs sequences x with targets y, (B, T), forward and backward and keeps one head. Gradients are cleared.
 
     scale: factor on the mean loss, so that dO is what it was in training: B / sequences per step. Dropout is off.
+    tokens: keep this many leading positions. Attention is causal, so what is kept is exactly what the whole sequence
+    has there, dO with the loss of all later tokens included. Errors: SceneError where something is not finite.
     """
     block = model.eval().transformer.h[layer].attn
     seen: dict[str, Tensor] = {}
@@ -134,9 +145,10 @@ def capture(model: nn.Module, x: Tensor, y: Tensor, autocast, layer: int, head: 
     size = width // block.n_head
     wq = block.c_attn.weight.detach()[head * size:(head + 1) * size]
     kept = dict(x=seen["x"].detach().to(seen["q"].dtype), q=q, k=k, v=v, o=seen["o"].detach()[:, head], do=do,
-                lse=both(q, k, v, spec).lse, wq=wq)
+                lse=both(q, k, v, spec).lse)
     # Copies: weights go on changing, and a slice would keep all heads in memory.
-    return Frame(step, x.cpu(), **{name: t.float().cpu().clone() for name, t in kept.items()})
+    return Frame(step, x[:, :tokens].cpu(), wq=wq.float().cpu().clone(),
+                 **{name: t[:, :tokens].float().cpu().clone() for name, t in kept.items()})
 
 
 def save(scene: Scene, path: str | Path) -> Path:

@@ -1,9 +1,32 @@
-"""Spectral norms and the spectral entropy of attention weights, exact; paper figures 3 and 11."""
+"""Spectral norms of weight matrices and the spectral entropy of W_Q^T W_K, exact; paper figures 3 and 11."""
 
 import torch
 from torch import Tensor, nn
 
-from diagnostics.probes import wq_norms
+from diagnostics.probes import dominant, wq_norms
+
+KINDS = ("W_Q", "W_K", "W_V", "W_O", "MLP_up", "MLP_down")
+
+
+def block_matrices(block: nn.Module) -> dict[str, Tensor]:
+    """The weight matrices (outputs, inputs) of a block by kind (`KINDS`); W_Q, W_K and W_V are (C, C), all heads."""
+    return dict(zip(KINDS, (*block.attn.c_attn.weight.chunk(3), block.attn.c_proj.weight, block.mlp.c_fc.weight,
+                            block.mlp.c_proj.weight), strict=True))
+
+
+def top_singular(w: Tensor) -> tuple[Tensor, Tensor]:
+    """(sigma_1 (...), v_1 (..., n)) of matrices (..., m, n), float32, by the `dominant` of the smaller Gram matrix in
+    float64: sigma to better than 1e-6, however close the second one is. A zero matrix has sigma = 0 and v = 0."""
+    w = w.double()
+    wide = w.shape[-2] <= w.shape[-1]
+    power = dominant(w @ w.mT if wide else w.mT @ w)
+    tiny = torch.finfo(power.dtype).tiny
+    # Every column lies along the eigenvector; the one with the largest diagonal is furthest from 0.
+    column = power.diagonal(dim1=-2, dim2=-1).argmax(-1)[..., None, None].expand(*power.shape[:-1], 1)
+    v = torch.nn.functional.normalize(power.gather(-1, column), dim=-2, eps=tiny)
+    v = w.mT @ v if wide else v
+    v = torch.nn.functional.normalize(v, dim=-2, eps=tiny)
+    return (w @ v).norm(dim=(-2, -1)).float(), v[..., 0].float()
 
 
 def head_norms(weight: Tensor, n_head: int) -> Tensor:
@@ -27,10 +50,7 @@ def matrix_norms(model: nn.Module) -> dict[str, list[float]]:
     """
     norms: dict[str, list[float]] = {}
     for block in model.transformer.h:
-        qkv = block.attn.c_attn.weight.chunk(3)
-        matrices = dict(zip(("W_Q", "W_K", "W_V"), qkv, strict=True), W_O=block.attn.c_proj.weight,
-                        MLP_up=block.mlp.c_fc.weight, MLP_down=block.mlp.c_proj.weight)
-        for name, weight in matrices.items():
+        for name, weight in block_matrices(block).items():
             norms.setdefault(name, []).append(spectral_norm(weight))
     return norms
 
@@ -40,12 +60,29 @@ def qk_entropy(weight: Tensor, n_head: int) -> Tensor:
 
     -sum p log p with p = sigma / sum(sigma): log D where all D directions count alike, 0 where one does, which is what
     growth along one rank-1 direction leads to. exp of it is the effective rank (Roy and Vetterli 2007). Only (D, D)
-    matrices are decomposed: the singular values of A B^T are those of R_A R_B^T.
+    matrices are decomposed: the singular values of A B^T are those of R_A R_B^T. `entropy_of_grams` is cheaper on a GPU
+    and less exact.
     """
     C = weight.shape[1]
     wq, wk = (w.detach().double().view(n_head, C // n_head, C).mT for w in weight[:2 * C].chunk(2))
     ra, rb = (torch.linalg.qr(w, mode="r").R for w in (wq, wk))
     return spectral_entropy(torch.linalg.svdvals(ra @ rb.mT))
+
+
+def entropy_of_grams(q: Tensor, k: Tensor) -> Tensor:
+    """`qk_entropy` (...) from W_Q W_Q^T and W_K W_K^T of each head, (..., D, D) float64: one batched eigenvalue call.
+
+    The squared singular values of W_Q^T W_K are the eigenvalues of L^T (W_K W_K^T) L with L L^T = W_Q W_Q^T, to which
+    1e-12 of its trace is added, as W_Q may lack a direction: singular values below about 1e-6 of the largest are not
+    resolved. NaN where a matrix is not finite.
+    """
+    finite = (q.isfinite() & k.isfinite()).all(-1).all(-1)
+    eye = torch.eye(q.shape[-1], dtype=q.dtype, device=q.device)
+    q, k = (torch.where(finite[..., None, None], x, eye) for x in (q, k))
+    trace = q.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None]
+    factor = torch.linalg.cholesky_ex(q + (1e-12 * trace + torch.finfo(q.dtype).tiny) * eye).L
+    sigma = torch.linalg.eigvalsh(factor.mT @ k @ factor).clamp_min(0).sqrt()
+    return torch.where(finite, spectral_entropy(sigma), torch.nan)
 
 
 def spectral_entropy(sigma: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ def words(found: dict) -> str:
     norms = three["wq_norm"]
     others = sorted(norm for head, norm in enumerate(norms) if head != found["head"])
     error, five, six = found["coherence"]["error"][-1], found["figure5bc"], found["figure6"]
-    tokens = found["coherence"]["between_tokens"][-1]
+    tokens, steps = found["coherence"]["between_tokens"][-1], (found["coherence"]["between_steps"] or [None])[-1]
     sums = found["figure5a"]
     middle = f"{others[len(others) // 2]:.3g} in the median of the layer's other heads" if others else "its only head"
     bias = share["sum"] / share["root"] if share["root"] else 0.0
@@ -25,8 +25,9 @@ def words(found: dict) -> str:
         f"2. **Ties.** {tie['share']['one']:.1%} of rows have several P = 1 (in BF16), {tie['share']['exact']:.1%} "
         f"exactly equal maxima, {tie['share']['epsilon']:.1%} by the stabilizer's epsilon; at most {tie['most_ones']} "
         f"in a row. " + (f"{tie['places']['first_token']:.0%} of the tied rows have the first token among their "
-                         f"maxima, which lie {tie['places']['mean_distance']:.0f} tokens back on average. "
-                         if tie["places"]["rows"] else "") + "(figure 13)",
+                         f"maxima, which lie {tie['places']['mean_distance']:.0f} tokens back on average; the "
+                         f"commonest maxima are of token {_tokens(tie)}. " if tie["places"]["rows"] else "")
+        + "(figure 13)",
         f"3. **Rounding.** At token {five['token']} of sequence {five['sequence']}, O_lp - O_hp is at most "
         f"{max(map(abs, five['o_error'])):.2g} in size; V[:, {six['feature']}], the feature that adds most to delta, "
         f"is negative in {six['v_negative']:.0%} of the keys, and P = 1 at {len(six['ones'])} of them. (figures 5, 6)",
@@ -38,28 +39,46 @@ def words(found: dict) -> str:
         f"P = 1 and {_part(share, 'elsewhere')} from others; {_part(share, 'rest')} from tiles, division and the "
         f"rounding of O. Over all frames {sums['positive']:.0%} of the sequences have a positive sum. (figures 5a, 12)",
         f"5. **Coherence.** The matrices (PK)[T]^T X[T] of two tokens have a mean cosine of "
-        f"{tokens['rank_one']['mean']:.2f} (PK {tokens['pk']['mean']:.2f}, X {tokens['x']['mean']:.2f}). Their "
+        f"{tokens['rank_one']['mean']:.2f} (PK {tokens['pk']['mean']:.2f}, X {tokens['x']['mean']:.2f})"
+        + (f", of step {steps['steps'][0]} and step {steps['steps'][1]} {steps['rank_one']['mean']:.2f} (PK "
+           f"{steps['pk']['mean']:.2f}, X {steps['x']['mean']:.2f})" if steps else "") + ". Their "
         f"weighted sum has effective rank {error['effective_rank']:.1f}, with {error['top_share']:.0%} of its square "
         "in one direction. (figure 4)",
     ]
-    if found["coherence"]["growth"]:
-        growth = found["coherence"]["growth"][-1]
+    if growth := found["coherence"]["growth_in_all"]:
+        norm = growth["spectral"]
         lines.append(
             f"6. **Growth.** From step {growth['steps'][0]} to {growth['steps'][1]} this head's W_Q changed by "
-            f"{growth['norm']:.3g} (Frobenius norm); the cosine of that change with the error of delta at its start is "
-            f"{growth['cosine']:+.3f} (positive: along it), and {growth['subspace']:.1%} of its square lies on the "
-            "error's first direction.")
+            f"{growth['norm']:.3g} (Frobenius norm). The cosine of that change with delta's error of dW_Q, summed over "
+            f"the checkpoints before the last, is {growth['cosine']:+.3f} (positive: along it), and "
+            f"{growth['subspace']:.1%} of its square lies on the error's first direction. Its spectral norm went from "
+            f"{norm['before']:.3g} to {norm['after']:.3g}; the part of the change that lies along the error alone "
+            f"takes it to {norm['along']:.3g}"
+            + ("." if norm["share"] is None else f", {norm['share']:.0%} of the way."))
     lines += ["", "Rounding of P V by ones in the row and the sign of V there, signed means:", "",
               "| ones | V at ones | entries | (PV)_lp - (PV)_hp | away from zero | O_lp - O_hp |",
               "|---|---|---|---|---|---|"]
     lines += [f"| {r['ones']}{'+' if r['ones'] == MOST else ''} | {r['sign']} | {r['entries']} | "
               f"{r['pv_error']:+.2e} | {r['away']:+.2e} | {r['o_error']:+.2e} |" for r in found["rounding"]]
-    lines += ["", "The same rounding on synthetic rows: V in [-4, -2), one BF16 rounding of the sum:", "",
-              "| ones | remainder | signed mean | mean size |", "|---|---|---|---|"]
-    lines += [f"| {r['ones']} | {r['remainder']} | {r['error']:+.2e} | {r['error_size']:.2e} |"
-              for r in found["synthetic"]]
+    lines += ["", "By the sign of the remainder beside the ones: synthetic rows with V in [-4, -2) and one rounding of "
+              "the sum, and this head's entries whose V at the ones has one sign, turned as if it were negative:", "",
+              "| ones | remainder | synthetic mean | mean size | entries here | mean | mean size |",
+              "|---|---|---|---|---|---|---|"]
+    real = {(r["ones"], r["remainder"]): r for r in found["remainder"]}
+    for r in found["synthetic"]:
+        line = f"| {r['ones']} | {r['remainder']} | {r['error']:+.2e} | {r['error_size']:.2e} |"
+        here = real.get((r["ones"], r["remainder"]))
+        lines.append(line + (f" {here['entries']} | {here['error']:+.2e} | {here['error_size']:.2e} |" if here
+                             else " 0 | | |"))
     return "\n".join(lines) + "\n"
 
 
+def _tokens(tie: dict) -> str:
+    """The token types that are most often a tied maximum, by id."""
+    total = sum(tie["places"]["by_key"])
+    return ", ".join(f"{token} ({n / total:.0%})" for token, n in tie["tokens"][:3])
+
+
 def _part(share: dict, name: str) -> str:
-    return f"{share[name] / share['sum']:.0%}" if share["sum"] else f"{share[name]:+.1e}"
+    """A part of the sum in percent, or as it is where the sum is not more than chance: percent of nothing mislead."""
+    return f"{share[name] / share['sum']:.0%}" if abs(share["sum"]) > 3 * share["root"] else f"{share[name]:+.1e}"

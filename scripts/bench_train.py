@@ -5,9 +5,12 @@
 Takes a config and flags as train.py does, and --steps and --json besides. Parts outside the model (reading
 batches, recording and replaying the order, logging, probes, checkpoints) are timed alone, one after the other, so their
 share is an upper bound: in training, reading overlaps the device's work. Writes to a temporary folder.
+probe_ms is one of --probe_interval, by default every 100 steps, exact_probe_ms one at an evaluation, monitor_ms one of
+the monitor alone.
 """
 
 import contextlib
+import dataclasses
 import json
 import statistics
 import sys
@@ -49,6 +52,7 @@ def measure(argv: list[str], steps: int) -> dict:
     """Runs a few warm-up and `steps` timed steps of the config that argv names; returns what main prints."""
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         config = load([*argv, f"--out_dir={folder}/run", "--init_from=scratch"])
+        config = dataclasses.replace(config, probe_interval=config.probe_interval or 100)
         plan = prepare(config)
         set_determinism(config.seed, config.deterministic)
         group = distributed.init(config.device, config.collective_timeout_s)
@@ -77,7 +81,8 @@ def measure(argv: list[str], steps: int) -> dict:
         order = OrderFile(Path(folder) / "order.bin")
         replay = seconds(lambda i: order.row(i), device, 50)
         save = seconds(lambda i: checkpoint.save(folder, i, trainer.state(), 1), device, 3)
-        probe = seconds(lambda i: trainer.probe().numbers(), device, 20)
+        probe, exact, monitor = (seconds(lambda i, kind=kind: trainer.probe(*kind).record(), device, 20)
+                                 for kind in ((True, False), (True, True), (False, False)))
         outside = batches + log + append + save / config.checkpoint_interval
         return {"config": argv[0] if argv else "", "attention": config.attention, "gpus": group.world_size,
                 "device": info["device_name"], "commit": info["git_commit"], "versions": info["versions"],
@@ -85,7 +90,9 @@ def measure(argv: list[str], steps: int) -> dict:
                 "tokens_per_s": config.tokens_per_step / whole, "peak_memory_gib": peak,
                 "batches_ms": 1e3 * batches, "loader_tokens_per_s": config.tokens_per_step / group.world_size / batches,
                 "log_ms": 1e3 * log, "record_ms": 1e3 * append, "replay_ms": 1e3 * replay, "checkpoint_ms": 1e3 * save,
-                "probe_ms": 1e3 * probe, "monitor_share": probe / config.monitor_interval / whole,
+                "probe_ms": 1e3 * probe, "exact_probe_ms": 1e3 * exact, "monitor_ms": 1e3 * monitor,
+                "probe_share": probe / config.probe_interval / whole,
+                "monitor_share": monitor / config.monitor_interval / whole,
                 "outside_share": outside / whole, "record_share": append / whole, "replay_share": replay / whole}
 
 

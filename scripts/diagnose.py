@@ -4,10 +4,15 @@ Takes a run's checkpoints and the order of its batches, finds the worst head by 
 W_Q; among nearly equal ones, the most ties), runs a few of the recorded sequences through each checkpoint, and writes
 figures 3, 4, 5, 6, 11, 12 and 13 of arXiv 2510.04212 as PNG, their numbers as diagnosis.json, what they say in
 diagnosis.md, and the tensors behind them as scene.npz. --scene FILE does the same from such a file, without the run.
+
+A small scene to keep (two sequences at two steps: 3 MB with 512 tokens, 64 features a head and 384 in all):
+
+    python scripts/diagnose.py RUN --steps 5200,5600 --sequences 2 --save-scene scene.npz
 """
 
 import argparse
 import dataclasses
+import re
 import sys
 from pathlib import Path
 
@@ -19,10 +24,12 @@ import checkpoint
 from attention import AttentionLayer
 from config import ConfigError, from_dict
 from data.loader import draw_offsets
+from determinism import set_determinism
 from diagnostics.diagnosis import diagnose
 from diagnostics.figures import draw
 from diagnostics.precision import head_spec
 from diagnostics.scene import Scene, capture, load, save, survey, worst_head
+from diagnostics.weights import KINDS
 from diagnostics.words import words
 from metrics import MetricsError, read_metrics, to_json
 from model import GPT
@@ -47,30 +54,38 @@ def open_run(run: Path, dataset: str | None = None) -> tuple:
 
 
 def chosen(run: Path, steps: str) -> list[Path]:
-    """Checkpoints with a step of a:b, both ends included and optional. Errors: ConfigError."""
-    first, colon, last = steps.partition(":")
-    if not colon or not all(part == "" or part.isdecimal() for part in (first, last)):
-        raise ConfigError(f"--steps={steps} is not a:b, two step numbers of which either may be left out")
-    paths = checkpoint.checkpoints(run)
-    at = [int(path.stem.split("_")[1]) for path in paths]
-    found = [path for path, step in zip(paths, at, strict=True)
-             if int(first or 0) <= step <= (int(last) if last else step)]
-    if not found:
-        raise ConfigError(f"{run} has no checkpoint in --steps={steps}; it has {', '.join(map(str, at)) or 'none'}")
-    return found
+    """Checkpoints with a step of a:b, both ends included and optional, or with exactly the steps of a list a,b; oldest
+    first. Errors: ConfigError."""
+    if not (form := re.fullmatch(r"(\d*):(\d*)|\d+(?:,\d+)*", steps, re.ASCII)):
+        raise ConfigError(f"--steps={steps} is neither a:b, two step numbers of which either may be left out, nor "
+                          "a list a,b")
+    at = {int(path.stem.split("_")[1]): path for path in checkpoint.checkpoints(run)}
+    known = f"it has {', '.join(map(str, at)) or 'none'}"
+    first, last = form.groups()
+    wanted = sorted(set(map(int, steps.split(",")))) if first is None else [
+        step for step in at if int(first or 0) <= step <= int(last or step)]
+    if not wanted:
+        raise ConfigError(f"{run} has no checkpoint in --steps={steps}; {known}")
+    if missing := [step for step in wanted if step not in at]:
+        raise ConfigError(f"{run} has no checkpoint of step {', '.join(map(str, missing))} (--steps={steps}); {known}")
+    return [at[step] for step in wanted]
 
 
 def capture_run(run: Path, steps: str = ":", layer: int | None = None, head: int | None = None, sequences: int = 4,
-                device: str = "cpu", dataset: str | None = None) -> Scene:
+                device: str = "cpu", dataset: str | None = None, tokens: int | None = None) -> Scene:
     """The scene of a run: see `Scene`. A checkpoint of step s, which is the state before step s, reads the first
-    `sequences` of that step's recorded row (the end of the run: of the last row). Errors as `open_run`."""
+    `sequences` of that step's recorded row (the end of the run: of the last row), of which the scene keeps `tokens`
+    leading positions (all). Errors as `open_run`."""
     paths = chosen(run, steps)
     config, plan = open_run(run, dataset)
+    if tokens and tokens > config.block_size:
+        raise ConfigError(f"--tokens={tokens} exceeds the run's block_size={config.block_size}")
     if (layer is None) != (head is None):
         raise ConfigError("give both --layer and --head, or neither to have them found")
     if layer is not None and not (0 <= layer < config.n_layer and 0 <= head < config.n_head):
         raise ConfigError(f"--layer={layer} --head={head} is outside layers 0..{config.n_layer - 1}, heads "
                           f"0..{config.n_head - 1}")
+    set_determinism(config.seed, config.deterministic)  # every product outside attention as it was in training
     layers = [AttentionLayer(spec, i, config.seed) for i, spec in enumerate(plan.specs)]
     model = GPT(plan.model_args, layers).to(device)
     dtype = getattr(torch, config.dtype)
@@ -85,7 +100,7 @@ def capture_run(run: Path, steps: str = ":", layer: int | None = None, head: int
         surveys.append(survey(model, x, autocast, step))
         if layer is None:
             layer, head = worst_head(surveys[0])
-        frames.append(capture(model, x, y, autocast, layer, head, step, len(x) / config.sequences_per_step))
+        frames.append(capture(model, x, y, autocast, layer, head, step, len(x) / config.sequences_per_step, tokens))
     return Scene(config.wandb_run_name or run.resolve().name, layer, head, head_spec(plan.specs[layer], head),
                  config.sequences_per_step, surveys[::-1], frames[::-1], _history(run, config.n_layer))
 
@@ -103,7 +118,8 @@ def _history(run: Path, n_layer: int) -> dict:
         found = [(r["step"], r[key]) for r in records if r.get(key) is not None]
         return [[step for step, _ in found], [value for _, value in found]]
 
-    probed = [f"{name}/layer{i}" for name in ("ties", "wq_norm") for i in range(n_layer)]
+    names = ("ties", "wq_norm", *(f"norm_{kind}" for kind in KINDS))
+    probed = [f"{name}/layer{i}" for name in names for i in range(n_layer)]
     return {"val_loss": series("val_loss"), **{name: series(f"probe/{name}") for name in probed}}
 
 
@@ -124,10 +140,13 @@ def main(argv: list[str] | None = None) -> int:
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", nargs="?", metavar="RUN", help="a run's out_dir with checkpoints")
     parser.add_argument("--scene", metavar="FILE", help="a scene.npz instead of a run")
-    parser.add_argument("--steps", default=":", metavar="a:b", help="checkpoints of steps a to b; default all")
+    parser.add_argument("--steps", default=":", metavar="a:b", help="checkpoints of steps a to b, or of exactly the "
+                        "steps a,b; default all")
     parser.add_argument("--layer", type=int, help="with --head, instead of the worst one; both count from 0")
     parser.add_argument("--head", type=int)
     parser.add_argument("--sequences", type=int, default=4, help="of each step's recorded row; default 4")
+    parser.add_argument("--tokens", type=int, metavar="N", help="keep the first N positions of each; default all")
+    parser.add_argument("--save-scene", metavar="FILE", help="write the scene there, and nothing else")
     parser.add_argument("--out", metavar="DIR", help="default: RUN/diagnosis, or the scene's folder")
     parser.add_argument("--dataset", metavar="DIR", help="the run's corpus, where it has moved")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu or cuda")
@@ -137,6 +156,10 @@ def main(argv: list[str] | None = None) -> int:
             raise ConfigError("give a RUN or --scene FILE, one of them")
         if args.sequences < 1:
             raise ConfigError(f"--sequences={args.sequences} must be at least 1")
+        if args.tokens is not None and args.tokens < 1:
+            raise ConfigError(f"--tokens={args.tokens} must be at least 1")
+        if args.scene and args.save_scene:
+            raise ConfigError(f"--save-scene={args.save_scene} takes a RUN; --scene={args.scene} is one already")
         if args.device.startswith("cuda") and not torch.cuda.is_available():
             raise ConfigError(f"--device={args.device}, but torch sees no GPU; use --device=cpu")
         if args.scene:
@@ -144,8 +167,13 @@ def main(argv: list[str] | None = None) -> int:
         else:
             out = Path(args.out or Path(args.run) / "diagnosis")
             scene = capture_run(Path(args.run), args.steps, args.layer, args.head, args.sequences, args.device,
-                                args.dataset)
-            save(scene, out / "scene.npz")
+                                args.dataset, args.tokens)
+            path = save(scene, Path(args.save_scene or out / "scene.npz"))
+            if args.save_scene:
+                steps = ", ".join(str(frame.step) for frame in scene.frames)
+                print(f"{path}: layer {scene.layer}, head {scene.head}, steps {steps}, "
+                      f"{path.stat().st_size / 1e6:.2f} MB")
+                return 0
         write(scene, out)
     except (ValueError, OSError, checkpoint.CheckpointError, MetricsError) as error:
         print(f"diagnose.py: error: {error}", file=sys.stderr)

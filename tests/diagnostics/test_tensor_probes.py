@@ -163,6 +163,34 @@ def test_by_ones_against_loops():
             assert line[name] == pytest.approx(value.mean(), rel=1e-9, abs=1e-15)
 
 
+def test_by_remainder():
+    """A plain loop over entries gives the same lines; planted rows fall where they were planted, turned to V < 0."""
+    q, k, v, do = head(5)
+    pair = precision.both(q, k, v, AttentionSpec(tile_k=16), do)
+    ones = ties.maxima(pair.s, "one")
+    found = {}
+    for b, t, i in np.ndindex(B, T, D):
+        at = ones[b, t].nonzero()[:, 0]
+        sides = set(torch.sign(v[b, at, i]).tolist())
+        if len(at) <= 4 and len(sides) == 1 and (side := sides.pop()):
+            rest = side * (pair.o_hp[b, t, i] * pair.l[b, t] - v[b, at, i].double().sum()).item()
+            name = "same sign" if rest > 0 else "opposite sign" if rest < 0 else "none"
+            found.setdefault((len(at), name), []).append(-side * pair.pv_error[b, t, i].item())
+    lines = bias.by_remainder(pair, v, ones)
+    assert {(line["ones"], line["remainder"]) for line in lines} == found.keys() and len(found) >= 4
+    for line in lines:
+        values = np.array(found[line["ones"], line["remainder"]])
+        assert line["entries"] == len(values) and line["error"] == pytest.approx(values.mean(), abs=1e-12)
+        assert line["error_size"] == pytest.approx(abs(values).mean())
+    # V = 2.296875 twice sums to a BF16 value, so a remainder of its sign is lost: towards zero, whatever that sign.
+    for value in (-2.296875, 2.296875):
+        _, _, v, pair = planted_row(2, math.copysign(1e-2, value), value)
+        mask = ties.maxima(pair.s, "one")
+        mask[0, :-1] = False
+        line, = (x for x in bias.by_remainder(pair, v, mask) if x["ones"] == 2 and x["entries"] == D)
+        assert line["remainder"] == "same sign" and line["error"] == pytest.approx(1e-2, rel=0.01)
+
+
 def test_delta_shares():
     """Parts add up to the sum, rows by a loop, and positions by `prefix_error` row by row."""
     q, k, v, do = head(3)
@@ -253,6 +281,22 @@ def test_gradient_error_is_that_of_wq():
     torch.testing.assert_close(matrices.cosines(), direct)
     part = coherence.RankOne(matrices.pk[:7], matrices.x[:7])
     torch.testing.assert_close(part.cosines(matrices), direct[:7])
+
+
+def test_explained_growth():
+    """Norms by NumPy; an update along the error explains all of the growth, one orthogonal to it nothing."""
+    draw = torch.Generator().manual_seed(0)
+    weight, error, update = (torch.randn(D, C, generator=draw) for _ in range(3))
+    found = coherence.explained_growth(error, weight, update)
+    w, e, u = (x.double().numpy() for x in (weight, error, update))
+    norms = [np.linalg.norm(m, 2) for m in (w, w + u, w + (e * u).sum() / (e * e).sum() * e)]
+    assert [found[n] for n in ("before", "after", "along")] == pytest.approx(norms)
+    assert found["share"] == pytest.approx((norms[2] - norms[0]) / (norms[1] - norms[0]))
+    top = torch.outer(*(torch.linalg.svd(weight)[i][pick] for i, pick in ((0, (slice(None), 0)), (2, 0))))
+    assert coherence.explained_growth(3 * top, weight, 0.5 * top)["share"] == pytest.approx(1)
+    away = error - (error * top).sum() * top
+    assert coherence.explained_growth(away, weight, 0.5 * top)["share"] == pytest.approx(0, abs=1e-6)
+    assert coherence.explained_growth(error, weight, -0.1 * weight)["share"] is None
 
 
 def test_planted_rank_one_error():

@@ -53,6 +53,14 @@ def run(tmp_path_factory) -> Path:
     return root / "run"
 
 
+@pytest.fixture(autouse=True, scope="module")
+def flags():
+    """A capture sets the run's determinism flags; afterwards they are what they were."""
+    before = torch.are_deterministic_algorithms_enabled()
+    yield
+    torch.use_deterministic_algorithms(before)
+
+
 @pytest.fixture(scope="module")
 def diagnosed(run) -> tuple[Path, dict]:
     assert diagnose.main([str(run), "--sequences", str(N), "--device", "cpu"]) == 0
@@ -106,9 +114,9 @@ def test_the_worst_head_and_the_captured_tensors(run, diagnosed):
 
 def test_numbers_are_those_of_a_direct_computation(run, diagnosed):
     """Delta's error, ties, the error of dW_Q and figure 6, from the run's own stored O and NumPy in float64."""
-    found = diagnosed[1]
+    found, scene = diagnosed[1], scenes.load(diagnosed[0] / "scene.npz")
     layer, head = found["layer"], found["head"]
-    errors = []
+    errors, matrices = [], []
     for i, step in enumerate(found["steps"]):
         t = {n: (x.double() if torch.is_tensor(x) else x) for n, x in direct(run, step, layer, head).items()}
         s = round_bf16(round_bf16((t["q"].float() @ t["k"].float().mT).double()) / D**0.5)
@@ -124,6 +132,18 @@ def test_numbers_are_those_of_a_direct_computation(run, diagnosed):
         assert found["figure5a"]["per_step"][i] == pytest.approx(found["shares"][i]["sum"] * S / N)
         error = torch.einsum("bt,btd,btc->dc", delta_error, p @ t["k"], t["x"]) / D**0.5
         assert found["coherence"]["error"][i]["norm"] == pytest.approx(error.norm().item(), rel=0.02)
+        matrices.append(error)
+        for rule, near in (("exact", 0.0), ("epsilon", 1e-3)):
+            counted = ((s >= s.amax(-1, keepdim=True) - near).sum(-1) > 1).double().mean().item()
+            assert scene.surveys[i].tied[rule][layer][head] == pytest.approx(counted, abs=0.02)
+            assert found["ties"][i]["share"][rule] == pytest.approx(counted, abs=0.02)
+        assert found["heads"]["tied"]["one"][layer][head] == found["ties"][-1]["share"]["one"]
+    assert found["figure5a"]["steps_cumulative"] == pytest.approx(np.cumsum(found["figure5a"]["per_step"]))
+    first, last = (direct(run, step, layer, head)["wq"].double() for step in (found["steps"][0], found["steps"][-1]))
+    growth, total = found["coherence"]["growth_in_all"], sum(matrices[:-1])
+    cosine = torch.nn.functional.cosine_similarity((last - first).flatten(), total.flatten(), 0).item()
+    assert growth["cosine"] == pytest.approx(cosine, rel=0.05, abs=1e-3)
+    assert growth["spectral"]["after"] == pytest.approx(np.linalg.svd(last)[1][0])
     assert sum(found["figure5a"]["sum"]) == pytest.approx(sum(e.sum().item() for e in errors), rel=0.02, abs=1e-8)
     assert found["figure5a"]["cumulative"][-1] == pytest.approx(sum(found["figure5a"]["sum"]), abs=1e-15)
     bc, six = found["figure5bc"], found["figure6"]
@@ -150,6 +170,8 @@ def test_series_are_those_of_the_log(run, diagnosed):
         assert found["figure13"][name] == series
         assert len(found["figure13"][name][0]) >= 3
     assert found["figure11"]["logged_largest_head"]["1"][0] == [0, 4, 8]
+    assert found["figure11"]["logged"]["MLP_up"]["0"] == [[r[k] for r in records if "probe/norm_MLP_up/layer0" in r]
+                                                          for k in ("step", "probe/norm_MLP_up/layer0")]
     weight = checkpoint.load(run / "ckpt_00000008.pt")["model"]["transformer.h.1.attn.c_attn.weight"].double().numpy()
     assert found["figure11"]["norms"]["W_K"][1][1] == pytest.approx(np.linalg.svd(weight[32:64])[1][0], rel=1e-9)
 
@@ -194,13 +216,39 @@ def test_choices(run, tmp_path):
     assert "Growth" not in (tmp_path / "diagnosis.md").read_text()
 
 
+def test_a_scene_alone(run, diagnosed, tmp_path, capsys):
+    """--save-scene writes that file only: the steps of a list, and with --tokens the leading positions, which are
+    exactly those of the whole sequences; figures and page follow from it."""
+    path = tmp_path / "kept" / "small.npz"
+    argv = [str(run), "--steps", "12,8", "--sequences", "2", "--tokens", "40", "--save-scene", str(path)]
+    assert diagnose.main([*argv, "--device", "cpu"]) == 0
+    assert f"{path}: layer {diagnosed[1]['layer']}, head {diagnosed[1]['head']}, steps 8, 12" in capsys.readouterr().out
+    assert [p.name for p in path.parent.iterdir()] == ["small.npz"]
+    scene, whole = scenes.load(path), scenes.load(diagnosed[0] / "scene.npz")
+    assert [f.step for f in scene.frames] == [8, 12] == [s.step for s in scene.surveys]
+    for frame, full in zip(scene.frames, whole.frames[1:], strict=True):
+        for name in ("tokens", "q", "k", "v", "o", "x", "lse"):
+            assert torch.equal(getattr(frame, name), getattr(full, name)[:2, :40]), name
+        # Mean losses of 2 and of 3 sequences, each scaled to a step's, differ in FP32's last place.
+        torch.testing.assert_close(frame.do, full.do[:2, :40], rtol=2**-7, atol=1e-9)
+        assert torch.equal(frame.wq, full.wq)
+    assert diagnose.main(["--scene", str(path), "--out", str(tmp_path / "out")]) == 0
+    found = json.loads((tmp_path / "out" / "diagnosis.json").read_text())
+    assert (found["steps"], found["sequences"], found["tokens"]) == ([8, 12], 2, 40)
+    assert {p.name for p in (tmp_path / "out").iterdir()} == FIGURES | {"diagnosis.json", "diagnosis.md"}
+
+
 def test_user_errors(run, tmp_path, capsys):
     """One sentence and status 2, with the values at fault."""
     (tmp_path / "no.npz").write_bytes(b"nothing")
     for command, message in (
             ([], "give a RUN or --scene FILE"), ([str(run), "--scene", "x"], "give a RUN or --scene FILE"),
             ([str(run), "--steps", "5:7"], "has no checkpoint in --steps=5:7; it has 4, 8, 12"),
-            ([str(run), "--steps", "x"], "--steps=x is not a:b"),
+            ([str(run), "--steps", "x"], "--steps=x is neither a:b"),
+            ([str(run), "--steps", "4:x"], "--steps=4:x is neither a:b"),
+            ([str(run), "--steps", "8,9,10"], "has no checkpoint of step 9, 10 (--steps=8,9,10); it has 4, 8, 12"),
+            ([str(run), "--tokens", "0"], "--tokens=0"), ([str(run), "--tokens", "65"], "exceeds the run's block_size"),
+            (["--scene", "x", "--save-scene", "y"], "--save-scene=y takes a RUN"),
             ([str(run), "--layer", "1"], "give both --layer and --head"),
             ([str(run), "--layer", "2", "--head", "0"], "outside layers 0..1, heads 0..1"),
             ([str(run), "--sequences", "0"], "--sequences=0"),
@@ -217,7 +265,7 @@ def test_user_errors(run, tmp_path, capsys):
 def test_worst_head_rule():
     """The largest W_Q norm decides; within 5 % the share of ties does."""
     def survey(norms, ties):
-        return scenes.Survey(0, [[layer, layer, layer] for layer in norms], {}, [], ties, 1)
+        return scenes.Survey(0, [[layer, layer, layer] for layer in norms], {}, [], ties, {}, 1)
 
     assert scenes.worst_head(survey([[1, 2], [9, 3]], [[0, 0.9], [0, 0]])) == (1, 0)
     assert scenes.worst_head(survey([[8.8, 2], [9, 3]], [[0.5, 0.9], [0.1, 0]])) == (0, 0)
@@ -231,7 +279,8 @@ def test_a_scene_loses_nothing(tmp_path):
     tensors = {name: (round_bf16(wide) if name in "qkv" else wide + i) for i, name in enumerate(scenes.TENSORS[1:])}
     frame = scenes.Frame(3, torch.arange(10).view(2, 5), **tensors)
     scene = scenes.Scene("a", 1, 2, AttentionSpec(stabilizer="capped"), 8,
-                         [scenes.Survey(3, [[[1.0]] * 3], {"W_Q": [1.0]}, [[0.5]], [[0.25]], 10)], [frame],
+                         [scenes.Survey(3, [[[1.0]] * 3], {"W_Q": [1.0]}, [[0.5]], [[0.25]], {"one": [[0.5]]}, 10)],
+                         [frame],
                          {"l": [[], []]})
     path = scenes.save(scene, tmp_path / "a" / "scene.npz")
     with np.load(path) as file:

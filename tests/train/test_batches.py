@@ -57,7 +57,9 @@ def test_watching_changes_nothing(runner):
     busy = runner("busy", eval_interval=1, eval_iters=5, probe_interval=1, checkpoint_interval=1, **flags)
     for name in ("loss", "grad_norm", "lr", "tokens"):
         assert [r[name] for r in quiet.records[:6]] == [r[name] for r in busy.records[:6]]
-    runner.same_state(quiet.state, busy.state)
+    watched = busy.state
+    assert set(watched.pop("spectra")) >= {"W_Q", "heads"}
+    runner.same_state(quiet.state, watched)
     assert all("probe/ties/layer1" in r and "val_loss" in r for r in busy.records[:6])
     sparse = runner("sparse", log_interval=4, eval_interval=100, checkpoint_interval=100, **flags)
     assert [r["step"] for r in sparse.records] == [0, 4, 5, 6]

@@ -6,6 +6,7 @@ import shutil
 import signal
 
 import pytest
+import torch
 
 import checkpoint
 import train
@@ -55,6 +56,21 @@ def test_a_signal_right_after_a_non_finite_step(runner, monkeypatch):
 def test_every_probe_is_logged(runner):
     run = runner("run", probe_interval=1, log_interval=4, eval_interval=50)
     assert [r["step"] for r in run.records if "probe/ties/layer0" in r] == list(range(6))
+    assert [r["step"] for r in run.records if {"probe/norm_W_Q/layer1", "probe/sign_diversity_MLP_up/layer0",
+                                               "probe/qk_entropy_head/layer1"} <= r.keys()] == list(range(6))
+    # Power iteration, but at step 0, which evaluates: close to the norms that the other probe has exactly.
+    for i in range(2):
+        for r in run.records[:6]:
+            assert max(r[f"probe/wq_norm_head/layer{i}"]) == r[f"probe/wq_norm_head/layer{i}"][
+                r[f"probe/wq_norm_head/layer{i}"].index(max(r[f"probe/wq_norm_head/layer{i}"]))]
+    assert [r["step"] for r in run.records if {"probe/norm_W_Q/layer1", "probe/sign_diversity_MLP_up/layer0",
+                                               "probe/qk_entropy_head/layer1"} <= r.keys()] == list(range(6))
+    exact = runner("exact", probe_interval=1, eval_interval=4)
+    for i in range(2):  # the weights of checkpoint 4 are those that step 4 probed
+        w = checkpoint.load(run.out / "ckpt_00000004.pt")["model"][f"transformer.h.{i}.mlp.c_fc.weight"]
+        norm = torch.linalg.matrix_norm(w.double(), 2).item()
+        assert exact.records[4][f"probe/norm_MLP_up/layer{i}"] == pytest.approx(norm, rel=1e-6)
+        assert norm * 0.98 < run.records[4][f"probe/norm_MLP_up/layer{i}"] <= norm * (1 + 1e-6)
 
 
 def test_a_rewound_run_shows_one_branch(runner):
