@@ -61,7 +61,7 @@ class Trainer:
             self.optimizer.load_state_dict(plan.state["optimizer"])
             if plan.state["scaler"]:  # empty where the checkpoint is of another dtype: the scale starts anew
                 self.scaler.load_state_dict(plan.state["scaler"])
-        self.step, self.switches = plan.start, list(plan.switches)
+        self.step, self.switches, self.writer = plan.start, list(plan.switches), checkpoint.Writer()
         self.micro_batches = config.gradient_accumulation_steps // group.world_size
         dtype = getattr(torch, config.dtype)
         self.autocast = torch.autocast(self.device.type, dtype, enabled=dtype != torch.float32)
@@ -188,6 +188,7 @@ class Trainer:
         self.gradients()  # once more: those of the next step have replaced them
         rows = self.row(step).reshape(-1, self.config.batch_size)
         place = explain_nonfinite(self.raw, (self.read("train", row)[0] for row in rows), self.autocast)
+        self.writer.wait()  # the checkpoint to go back to may be on its way to the disk
         begun = self.config.init_from if self.config.init_from.endswith(".pt") else "none"
         return (f"step {step}: loss {loss}, gradient norm {norm}: {place}. Stopped before the update; the last good "
                 f"checkpoint is {checkpoint.latest(Path(self.config.out_dir)) or begun}. Replay with another "

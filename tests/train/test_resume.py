@@ -1,5 +1,6 @@
 """A run that was interrupted and resumed equals the run that never stopped, bit by bit; so does a replay."""
 
+import os
 import random
 import shutil
 import signal
@@ -49,6 +50,15 @@ def test_stopped_in_the_last_evaluation(runner, monkeypatch):
     assert stopped.steps[-1] == 6 and "val_loss" not in stopped.records[-1]
     runner.same(runner("parts", init_from="resume"), whole)
     assert runner("parts", init_from="resume").records == whole.records  # and a third time changes nothing
+
+
+def test_slow_disk(runner, monkeypatch):
+    """A checkpoint that is still on its way when the next one, a signal or the end comes is waited for."""
+    whole, fsync = runner("whole"), os.fsync
+    monkeypatch.setattr(checkpoint.os, "fsync", lambda fd: (time.sleep(0.1), fsync(fd)))
+    stopped = runner.interrupted("parts", monkeypatch, 3, "gradients", checkpoint_interval=1, eval_interval=100)
+    assert stopped.steps == [1, 2, 3] and stopped.state["step"] == 3
+    runner.same_state(runner("parts", init_from="resume").state, whole.state)
 
 
 def test_interrupted_replay(runner, monkeypatch):
