@@ -25,6 +25,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from loss import linear_cross_entropy
+
 GELU = {"exact": "none", "tanh": "tanh"}  # our name: torch's
 
 
@@ -44,6 +46,7 @@ class GPTConfig:
     qk_clip: float = 0.0  # tau; 0 is off
     gated_attention: bool = False
     logit_softcap: float = 0.0  # 0 is off
+    loss_chunk: int = 0  # tokens whose logits exist at a time, in training; 0 is all
 
     def __post_init__(self):
         for name in ("n_layer", "n_head", "n_embd", "block_size", "vocab_size"):
@@ -55,7 +58,7 @@ class GPTConfig:
             raise ValueError(f"dropout={self.dropout} must lie in [0, 1)")
         if self.gelu not in GELU:
             raise ValueError(f"gelu={self.gelu!r} is not one of {', '.join(GELU)}")
-        for name in ("qk_clip", "logit_softcap"):
+        for name in ("qk_clip", "logit_softcap", "loss_chunk"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name}={getattr(self, name)} must be positive, or 0 for off")
         if self.qk_norm and self.qk_clip:
@@ -162,20 +165,25 @@ class GPT(nn.Module):
             else:
                 p.fill_(0.0 if name.endswith("bias") else 1.0)
 
-    def forward(self, idx: Tensor, targets: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    def forward(self, idx: Tensor, targets: Tensor | None = None) -> tuple[Tensor | None, Tensor | None]:
         """idx, targets: (B, T) int64, T <= block_size; targets of -1 are left out of the mean.
 
         Returns (logits (B, T, V), FP32 mean cross-entropy in nats); without targets (logits (B, 1, V), None) of the
-        last position alone. Errors: ValueError for a T past block_size.
+        last position alone. With targets and loss_chunk the logits are None: they never exist together.
+        Errors: ValueError for a T past block_size.
         """
         T = idx.shape[1]
         if T > self.config.block_size:
             raise ValueError(f"a sequence of {T} tokens exceeds block_size={self.config.block_size}; crop it first")
-        x = self.transformer.drop(self.transformer.wte(idx) + self.transformer.wpe(torch.arange(T, device=idx.device)))
+        x = self.transformer.drop(self.transformer.wte(idx) + self.transformer.wpe.weight[:T])
         for block in self.transformer.h:
             x = block(x)
-        logits = self.lm_head(self.transformer.ln_f(x if targets is not None else x[:, -1:]))
-        if cap := self.config.logit_softcap:
+        x = self.transformer.ln_f(x if targets is not None else x[:, -1:])
+        cap, chunk = self.config.logit_softcap, self.config.loss_chunk
+        if targets is not None and chunk:
+            return None, linear_cross_entropy(x, self.lm_head.weight, targets, chunk, cap)
+        logits = self.lm_head(x)
+        if cap:
             logits = cap * torch.tanh(logits.float() / cap)
         if targets is None:
             return logits, None

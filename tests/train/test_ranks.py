@@ -42,7 +42,8 @@ for this in json.loads(sys.argv[1]):
         time.sleep(0.005)
 sys.exit(codes[-1])
 """
-FLAGS = dict(gradient_accumulation_steps=4, batch_size=1, attention="flash_bf16", output="stochastic", dropout=0.2)
+FLAGS = dict(gradient_accumulation_steps=4, batch_size=1, attention="flash_bf16", output="stochastic", dropout=0.2,
+             loss_chunk=24)
 
 
 def free_port() -> str:

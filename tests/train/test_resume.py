@@ -21,6 +21,7 @@ FEATURES = {
     "not recorded": dict(record=False),
     "bfloat16": dict(dtype="bfloat16", attention="flash_fa2"),
     "no evaluation in between": dict(eval_interval=100),
+    "loss in chunks": dict(loss_chunk=24, dtype="bfloat16", attention="standard"),
     "one micro-batch": dict(gradient_accumulation_steps=1, batch_size=4),
 }
 
@@ -73,6 +74,14 @@ def test_interrupted_replay(runner, monkeypatch):
     digests = {OrderFile(run.out / "order.bin").sha256() for run in (recorded, whole, resumed)}
     assert len(digests) == 1 and resumed.info["order"]["sha256"] in digests
     assert whole.losses != recorded.losses  # another seed: other weights
+
+
+def test_resume_can_change_the_chunk_of_the_loss(runner):
+    """It is no property of the weights; the losses are those of the whole run up to rounding."""
+    runner("run", max_iters=3)
+    resumed = runner("run", init_from="resume", loss_chunk=40)
+    assert resumed.info["sessions"][1]["changed"]["config"] == {"init_from": "resume", "loss_chunk": 40, "max_iters": 6}
+    assert resumed.losses == pytest.approx(runner("whole").losses, rel=1e-5)
 
 
 def test_resume_can_change_the_backend_and_says_so(runner):
