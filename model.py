@@ -190,11 +190,13 @@ class GPT(nn.Module):
         return logits, F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), ignore_index=-1)
 
     @torch.no_grad()
-    def apply_qk_clip(self, reduce_max: Callable[[Tensor], Tensor] = lambda x: x) -> Tensor:
+    def apply_qk_clip(self, reduce_max: Callable[[Tensor], Tensor] = lambda x: x,
+                      skip: Tensor | None = None) -> Tensor:
         """Rescale W_q and W_k of the heads that scored above tau; call it after every optimizer step.
 
         reduce_max: maximum over ranks of an FP32 tensor, which all ranks call together. DDP must be built with
-        broadcast_buffers=False, or rank 0's maxima replace the others' before they are read.
+        broadcast_buffers=False, or rank 0's maxima replace the others' before they are read. skip: a boolean, on the
+        device where this process need not wait for it; true for a step that was left out, which clips nothing.
         Returns (n_layer, n_head), the largest score of each head since the last call (-inf: none recorded), and
         forgets it. A score that is not finite rescales nothing: halting is the training loop's decision.
         Source: Kimi K2, equation for QK-Clip with gamma = min(1, tau / S_max), alpha = 1/2; biases scale along.
@@ -203,7 +205,10 @@ class GPT(nn.Module):
             raise ValueError("apply_qk_clip needs a model built with qk_clip > 0, which records the largest scores")
         layers = [block.attn for block in self.transformer.h]
         scores = reduce_max(torch.stack([attn.max_score for attn in layers]))
-        scales = torch.where((scores > tau) & scores.isfinite(), (tau / scores).sqrt(), 1.0)
+        clips = (scores > tau) & scores.isfinite()
+        if skip is not None:
+            clips &= ~skip
+        scales = torch.where(clips, (tau / scores).sqrt(), 1.0)
         for attn, scale in zip(layers, scales, strict=True):
             for p in (attn.c_attn.weight, attn.c_attn.bias):
                 if p is not None:  # rows are ordered q, k, v; then head; then feature

@@ -71,7 +71,9 @@ class Trainer:
             ids = [group.local_rank] if self.device.type == "cuda" else None
             with warnings.catch_warnings():  # torch 2.13 renames the flag; 2.11 has no other
                 warnings.filterwarnings("ignore", message=".*broadcast_buffers")
-                model = torch.nn.parallel.DistributedDataParallel(model, device_ids=ids, broadcast_buffers=False)
+                model = torch.nn.parallel.DistributedDataParallel(
+                    model, device_ids=ids, broadcast_buffers=False,
+                    gradient_as_bucket_view=True)  # else gradients exist twice, and are copied
         self.model = model
         self.ahead = {}  # the batch that was read while the device worked
 
@@ -175,8 +177,8 @@ class Trainer:
                 self.scaler.step(self.optimizer)
             self.scaler.update()  # lowers the loss scale after an overflow, and readies it for the next step
             skip = skip | (self.scaler.get_scale() < before)
-        if self.config.qk_clip and not skip:
-            self.raw.apply_qk_clip(self.group.max)
+        if self.config.qk_clip:
+            self.raw.apply_qk_clip(self.group.max, skip)
         self.optimizer.zero_grad()
         self.step += 1
         return Readback(torch.stack([loss, norm, bad, ~skip]))

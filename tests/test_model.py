@@ -301,6 +301,7 @@ def test_qk_clip_ignores_evaluation_and_scores_that_are_not_finite():
     old = model.transformer.h[0].attn.c_attn.weight.detach().clone()
     model.apply_qk_clip(lambda mine: torch.full_like(mine, math.nan))
     model.apply_qk_clip(lambda mine: torch.full_like(mine, math.inf))
+    model.apply_qk_clip(lambda mine: torch.full_like(mine, 7.0), torch.tensor(True))  # a step that was left out
     assert torch.equal(model.transformer.h[0].attn.c_attn.weight, old)
 
 
