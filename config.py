@@ -106,6 +106,7 @@ class Config:
     device: str = "auto"  # auto | cpu | cuda; auto takes a GPU where there is one and says so
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"  # autocast of everything but the attention's insides
     compile: bool = True  # torch.compile the model; attention stays opaque to it
+    compile_mode: Literal["default", "reduce-overhead"] = "default"  # reduce-overhead: CUDA graphs, one rank only
     deterministic: bool = True  # bit-equal runs, or an error where torch has no deterministic kernel
     collective_timeout_s: float = 600.0  # a rank that waits longer for the others stops the run
 

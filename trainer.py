@@ -65,7 +65,13 @@ class Trainer:
         self.micro_batches = config.gradient_accumulation_steps // group.world_size
         dtype = getattr(torch, config.dtype)
         self.autocast = torch.autocast(self.device.type, dtype, enabled=dtype != torch.float32)
-        model = torch.compile(self.raw) if config.compile else self.raw
+        model = torch.compile(self.raw, mode=config.compile_mode) if config.compile else self.raw
+        # A CUDA graph writes its gradients to one place at every replay. Gradients that exist already are added to; new
+        # ones would be that place itself, which the next micro-batch overwrites.
+        self.keep_gradients = config.compile and config.compile_mode == "reduce-overhead"
+        if self.keep_gradients:
+            for p in self.raw.parameters():
+                p.grad = torch.zeros_like(p)
         if group.world_size > 1:
             # Buffers are derived from the step, so broadcasting them would only cost time.
             ids = [group.local_rank] if self.device.type == "cuda" else None
@@ -179,14 +185,14 @@ class Trainer:
             skip = skip | (self.scaler.get_scale() < before)
         if self.config.qk_clip:
             self.raw.apply_qk_clip(self.group.max, skip)
-        self.optimizer.zero_grad()
+        self.optimizer.zero_grad(set_to_none=not self.keep_gradients)
         self.step += 1
         return Readback(torch.stack([loss, norm, bad, ~skip]))
 
     def explain(self, step: int, loss: float, norm: float) -> str:
         """Which step, layer, head and backend; over the micro-batches of all ranks, so that rank 0 alone can tell."""
         self.step, self.stop.requested = step, False  # the run ends here, so a signal has nothing left to ask for
-        self.optimizer.zero_grad()
+        self.optimizer.zero_grad(set_to_none=not self.keep_gradients)
         self.gradients()  # once more: those of the next step have replaced them
         rows = self.row(step).reshape(-1, self.config.batch_size)
         place = explain_nonfinite(self.raw, (self.read("train", row)[0] for row in rows), self.autocast)

@@ -43,14 +43,15 @@ def run(function, dtype=None, softcap=0.0, scale=1.0, exact=False):
 @pytest.mark.parametrize("softcap", [0.0, 5.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_kernel_equals_torch(dtype, softcap):
-    """Losses to FP32 rounding; of the gradients few fall to the other side of a rounding, by one unit."""
+    """Losses to FP32 rounding; of the gradients few fall to the other side of a rounding, by one unit in the last
+    place, which of the smallest significand is 2^-7 of the value in BF16."""
     x, w, targets = inputs()
     logits = (x @ w.t()).to(dtype)[:1000]
     ours, theirs = logits.clone(), logits.clone()
     a = softmax_gradient_triton(ours, targets[:1000], softcap, True)
     b = softmax_gradient(theirs, targets[:1000], softcap, True)
     assert torch.allclose(a, b, rtol=2e-6, atol=2e-6)
-    unit = {torch.float32: 1e-5, torch.bfloat16: 2**-8, torch.float16: 2**-10}[dtype]
+    unit = {torch.float32: 1e-5, torch.bfloat16: 2**-7, torch.float16: 2**-10}[dtype]
     assert torch.allclose(ours.float(), theirs.float(), rtol=unit, atol=1e-7)
     if dtype != torch.float32:
         assert (ours != theirs).float().mean() < 0.01

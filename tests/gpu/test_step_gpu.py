@@ -21,8 +21,9 @@ FEATURES = {"chunks": dict(loss_chunk=24), "muon, qk_clip": dict(optimizer="muon
 
 
 @pytest.mark.parametrize("flags", FEATURES.values(), ids=FEATURES)
-def test_no_host_synchronisation(tmp_path, flags):
+def test_no_host_synchronisation(tmp_path, monkeypatch, flags):
     """torch raises at any call that would wait for the device."""
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # other tests may have started CUDA before
     corpus = write_corpus(tmp_path / "data")
     flags = dict(device="cuda", dtype="bfloat16", attention="flash_bf16", n_embd=64) | flags
     config = load_config(Runner(tmp_path, corpus).argv("run", **flags))
@@ -46,6 +47,21 @@ def test_no_host_synchronisation(tmp_path, flags):
         torch.cuda.set_sync_debug_mode("default")
     loss, norm, bad, updated = readback.numbers()
     assert 0 < loss < 10 and norm > 0 and not bad and updated
+
+
+@pytest.mark.parametrize("accumulation", [1, 4])
+def test_cuda_graphs_change_no_bit(tmp_path, monkeypatch, accumulation):
+    """compile_mode=reduce-overhead over 30 steps: the losses and weights of compile_mode=default."""
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    corpus, ends = write_corpus(tmp_path / "data"), []
+    for mode in ("default", "reduce-overhead"):
+        flags = dict(device="cuda", dtype="bfloat16", attention="flash_bf16", n_embd=64, dropout=0.1, loss_chunk=24,
+                     compile=True, compile_mode=mode, gradient_accumulation_steps=accumulation, max_iters=30)
+        run = Runner(tmp_path, corpus)(f"{mode}-{accumulation}", **flags)
+        ends.append((run.losses, run.state["model"]))
+        torch._dynamo.reset()
+    assert len(ends[0][0]) == 30 and ends[0][0] == ends[1][0]
+    assert all(torch.equal(ends[1][1][name], w) for name, w in ends[0][1].items())
 
 
 def test_a_checkpoint_costs_a_copy(tmp_path):
