@@ -94,13 +94,11 @@ def softmax_gradient(logits: Tensor, targets: Tensor, softcap: float, grad: bool
     s = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if softcap:
         s = softcap * torch.tanh(s / softcap)
-    m = s.amax(-1, keepdim=True)
-    p = (s - m).exp_()
-    total = p.sum(-1, keepdim=True)
     counts, at = targets[:, None] != IGNORED, targets.clamp_min(0)[:, None]
-    losses = torch.where(counts, total.log() - (s.gather(-1, at) - m), 0)
+    losses = torch.where(counts, -s.log_softmax(-1).gather(-1, at), 0)
     if grad:
-        p.div_(total).scatter_add_(-1, at, torch.full_like(m, -1))
+        p = s.softmax(-1)
+        p.scatter_add_(-1, at, torch.full_like(losses, -1))
         if softcap:
             p *= 1 - (s / softcap).square_()
         logits.copy_(torch.where(counts, p, 0))
