@@ -25,6 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from embedding import embedding
 from loss import linear_cross_entropy
 
 GELU = {"exact": "none", "tanh": "tanh"}  # our name: torch's
@@ -175,7 +176,7 @@ class GPT(nn.Module):
         T = idx.shape[1]
         if T > self.config.block_size:
             raise ValueError(f"a sequence of {T} tokens exceeds block_size={self.config.block_size}; crop it first")
-        x = self.transformer.drop(self.transformer.wte(idx) + self.transformer.wpe.weight[:T])
+        x = self.transformer.drop(embedding(idx, self.transformer.wte.weight) + self.transformer.wpe.weight[:T])
         for block in self.transformer.h:
             x = block(x)
         x = self.transformer.ln_f(x if targets is not None else x[:, -1:])
