@@ -12,6 +12,7 @@ import zipfile
 import zlib
 from collections import OrderedDict
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
 import torch
@@ -53,18 +54,86 @@ def save(out_dir: str | Path, step: int, state: dict, keep: int) -> Path:
     """Writes {"step": step, **state} atomically and removes all but the newest `keep` checkpoints.
 
     `state` holds nested dicts, lists and tuples of tensors and plain values. Tensors are read, never changed, and all
-    has been read on return: pass live ones from the training loop, or CPU clones from a background thread (one save at
-    a time). Checkpoints of later steps than this one belong to a run that was rewound; they are renamed to `*.stale`,
-    so that a later resume does not jump onto that branch.
+    has been read on return. One save at a time. Checkpoints of later steps than this one belong to a run that was
+    rewound; they are renamed to `*.stale`, so that a later resume does not jump onto that branch.
     Raises NonFiniteState if a floating-point tensor holds NaN or infinity (so a broken model never pushes healthy
     checkpoints out of the ring), and CheckpointError if a value could not be loaded again and on any failure of the
     disk.
     """
+    path = _check(Path(out_dir), step, state, keep)
+    _publish(path, step, state, keep)
+    return path
+
+
+class Writer:
+    """`save` in the background: training waits for a copy into host memory, and a thread does the rest.
+
+    One save at a time: the next one waits for it. What fails in the thread is raised by the next `settle` or `save`,
+    with the same message and the same promise about what was saved before. A process that ends waits for the thread,
+    unless it is killed, and then the folder is as `save` leaves it.
+    """
+
+    def __init__(self):
+        self._pool, self._pending = ThreadPoolExecutor(1, "checkpoint"), None
+        self._buffers: dict[str, Tensor] = {}  # reused: pinning memory takes longer than copying into it
+
+    def save(self, out_dir: str | Path, step: int, state: dict, keep: int) -> Path:
+        """As the function `save`, but on return `state` has only been checked and copied. Errors: NonFiniteState or
+        CheckpointError of this state, which is then not written; CheckpointError of the save before."""
+        self.settle()
+        path = _check(Path(out_dir), step, state, keep)
+        copied = self._copy(state, "", {})
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()  # the copies out of the device are under way
+        self._pending: Future | None = self._pool.submit(_publish, path, step, copied, keep)
+        return path
+
+    def settle(self, block: bool = True) -> None:
+        """Raises what failed in the thread, once; block=False: if the thread is done."""
+        if self._pending and (block or self._pending.done()):
+            pending, self._pending = self._pending, None
+            pending.result()
+
+    def wait(self) -> None:
+        """Until the thread is done; what failed in it is left to `settle`."""
+        wait([self._pending] if self._pending else [])
+
+    def _copy(self, value, name: str, copied: dict):
+        """`value` with its tensors in host memory; tensors that share memory (tied weights) go on sharing it."""
+        if isinstance(value, Tensor):
+            key = (value.device, value.data_ptr(), value.shape, value.stride(), value.dtype)
+            if key not in copied:
+                buffer = self._buffers.get(name)
+                if buffer is None or (buffer.shape, buffer.dtype) != (value.shape, value.dtype):
+                    buffer = torch.empty(value.shape, dtype=value.dtype, pin_memory=value.is_cuda)
+                    self._buffers[name] = buffer
+                copied[key] = buffer.copy_(value.detach(), non_blocking=True)
+            return copied[key]
+        if isinstance(value, dict):
+            return type(value)((key, self._copy(item, f"{name}.{key}", copied)) for key, item in value.items())
+        if type(value) in (list, tuple):
+            return type(value)(self._copy(item, f"{name}[{i}]", copied) for i, item in enumerate(value))
+        return value
+
+
+def _check(out_dir: Path, step: int, state: dict, keep: int) -> Path:
+    """The file's name, once everything that can be wrong before writing has been ruled out."""
     if keep < 1:
         raise ValueError(f"keep_checkpoints={keep}: at least one checkpoint has to stay, so give 1 or more")
-    out_dir = Path(out_dir)
     path = out_dir / f"ckpt_{step:08d}.pt"
-    _check_values(state, "", path)
+    tensors = dict(_floating(state, "", path))
+    for device in {tensor.device for tensor in tensors.values()}:
+        names = [name for name, tensor in tensors.items() if tensor.device == device]
+        finite = torch.stack([torch.isfinite(tensors[name]).all() for name in names]).tolist()  # one wait for all
+        for name in (name for name, good in zip(names, finite, strict=True) if not good):
+            bad, count = int((~torch.isfinite(tensors[name])).sum()), tensors[name].numel()
+            raise NonFiniteState(f"{path} was not written: {bad} of the {count} values of {name} are NaN or infinite; "
+                                 f"the last good checkpoint is {latest(out_dir) or 'none'}")
+    return path
+
+
+def _publish(path: Path, step: int, state: dict, keep: int) -> None:
+    out_dir = path.parent
     temporary = path.with_name(path.name + ".tmp")
     try:
         out_dir.mkdir(parents=True, exist_ok=True)
@@ -85,7 +154,6 @@ def save(out_dir: str | Path, step: int, state: dict, keep: int) -> Path:
     except OSError as error:
         raise CheckpointError(f"{path} is safe, but an older checkpoint could not be removed "
                               f"({error.strerror or error}: {error.filename})") from error
-    return path
 
 
 def checkpoints(out_dir: str | Path) -> list[Path]:
@@ -188,20 +256,18 @@ def _sync_folder(folder: Path) -> None:
         os.close(fd)
 
 
-def _check_values(value, name: str, path: Path) -> None:
-    """Refuses what should not be saved: non-finite tensors, and objects that weights_only loading would reject."""
+def _floating(value, name: str, path: Path):
+    """Name and value of every tensor that can hold NaN. Refuses objects that weights_only loading would reject."""
     if isinstance(value, Tensor):
-        if (value.is_floating_point() or value.is_complex()) and not torch.isfinite(value).all():
-            bad = int((~torch.isfinite(value)).sum())
-            raise NonFiniteState(f"{path} was not written: {bad} of the {value.numel()} values of {name} are NaN or "
-                                  f"infinite; the last good checkpoint is {latest(path.parent) or 'none'}")
+        if value.is_floating_point() or value.is_complex():
+            yield name, value
     elif type(value) in (dict, OrderedDict):  # no subclass: weights_only refuses the others
         for key, item in value.items():
-            _check_values(key, f"{name} key {key!r}", path)
-            _check_values(item, f"{name}.{key}" if name else str(key), path)
+            yield from _floating(key, f"{name} key {key!r}", path)
+            yield from _floating(item, f"{name}.{key}" if name else str(key), path)
     elif type(value) in (list, tuple):
         for index, item in enumerate(value):
-            _check_values(item, f"{name}[{index}]", path)
+            yield from _floating(item, f"{name}[{index}]", path)
     elif type(value) not in _PLAIN:
         raise CheckpointError(f"{path} was not written: {name} is a {type(value).__name__}, which a safe load would "
                               "refuse; save tensors, numbers, strings, and dicts, lists or tuples of them")

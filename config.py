@@ -59,6 +59,7 @@ class Config:
     qk_clip: float = 0.0  # MuonClip's tau: rescale W_Q and W_K of heads whose largest score exceeds it; 0 is off
     gated_attention: bool = False  # sigmoid gate on each head's output
     logit_softcap: float = 0.0  # cap * tanh(logits / cap) on the final logits; 0 is off
+    loss_chunk: int = 0  # tokens whose logits exist at a time; 0 is all of a micro-batch
 
     # Attention: a backend is a preset of the switches below it; an unset switch takes the preset's value
     attention: Backend = "flash_bf16"  # backend of every layer that attention_override does not name
@@ -105,6 +106,7 @@ class Config:
     device: str = "auto"  # auto | cpu | cuda; auto takes a GPU where there is one and says so
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"  # autocast of everything but the attention's insides
     compile: bool = True  # torch.compile the model; attention stays opaque to it
+    compile_mode: Literal["default", "reduce-overhead"] = "default"  # reduce-overhead: CUDA graphs, one rank only
     deterministic: bool = True  # bit-equal runs, or an error where torch has no deterministic kernel
     collective_timeout_s: float = 600.0  # a rank that waits longer for the others stops the run
 
@@ -127,7 +129,7 @@ class Config:
                     "collective_timeout_s probe_sequences monitor_interval muon_learning_rate").split()
         not_negative = ("vocab_size dropout qk_clip logit_softcap weight_decay eps grad_clip warmup_iters min_lr "
                         "probe_interval seed muon_weight_decay monitor_ties monitor_wq_ratio monitor_wq_norm "
-                        "monitor_row_max").split()
+                        "monitor_row_max loss_chunk").split()
         for name in positive + not_negative:
             value = getattr(self, name)
             if not (value > 0 or (value == 0 and name in not_negative)):

@@ -25,6 +25,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from embedding import embedding
+from loss import linear_cross_entropy
+
 GELU = {"exact": "none", "tanh": "tanh"}  # our name: torch's
 
 
@@ -44,6 +47,7 @@ class GPTConfig:
     qk_clip: float = 0.0  # tau; 0 is off
     gated_attention: bool = False
     logit_softcap: float = 0.0  # 0 is off
+    loss_chunk: int = 0  # tokens whose logits exist at a time, in training; 0 is all
 
     def __post_init__(self):
         for name in ("n_layer", "n_head", "n_embd", "block_size", "vocab_size"):
@@ -55,7 +59,7 @@ class GPTConfig:
             raise ValueError(f"dropout={self.dropout} must lie in [0, 1)")
         if self.gelu not in GELU:
             raise ValueError(f"gelu={self.gelu!r} is not one of {', '.join(GELU)}")
-        for name in ("qk_clip", "logit_softcap"):
+        for name in ("qk_clip", "logit_softcap", "loss_chunk"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name}={getattr(self, name)} must be positive, or 0 for off")
         if self.qk_norm and self.qk_clip:
@@ -162,31 +166,38 @@ class GPT(nn.Module):
             else:
                 p.fill_(0.0 if name.endswith("bias") else 1.0)
 
-    def forward(self, idx: Tensor, targets: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    def forward(self, idx: Tensor, targets: Tensor | None = None) -> tuple[Tensor | None, Tensor | None]:
         """idx, targets: (B, T) int64, T <= block_size; targets of -1 are left out of the mean.
 
         Returns (logits (B, T, V), FP32 mean cross-entropy in nats); without targets (logits (B, 1, V), None) of the
-        last position alone. Errors: ValueError for a T past block_size.
+        last position alone. With targets and loss_chunk the logits are None: they never exist together.
+        Errors: ValueError for a T past block_size.
         """
         T = idx.shape[1]
         if T > self.config.block_size:
             raise ValueError(f"a sequence of {T} tokens exceeds block_size={self.config.block_size}; crop it first")
-        x = self.transformer.drop(self.transformer.wte(idx) + self.transformer.wpe(torch.arange(T, device=idx.device)))
+        x = self.transformer.drop(embedding(idx, self.transformer.wte.weight) + self.transformer.wpe.weight[:T])
         for block in self.transformer.h:
             x = block(x)
-        logits = self.lm_head(self.transformer.ln_f(x if targets is not None else x[:, -1:]))
-        if cap := self.config.logit_softcap:
+        x = self.transformer.ln_f(x if targets is not None else x[:, -1:])
+        cap, chunk = self.config.logit_softcap, self.config.loss_chunk
+        if targets is not None and chunk:
+            return None, linear_cross_entropy(x, self.lm_head.weight, targets, chunk, cap)
+        logits = self.lm_head(x)
+        if cap:
             logits = cap * torch.tanh(logits.float() / cap)
         if targets is None:
             return logits, None
         return logits, F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), ignore_index=-1)
 
     @torch.no_grad()
-    def apply_qk_clip(self, reduce_max: Callable[[Tensor], Tensor] = lambda x: x) -> Tensor:
+    def apply_qk_clip(self, reduce_max: Callable[[Tensor], Tensor] = lambda x: x,
+                      skip: Tensor | None = None) -> Tensor:
         """Rescale W_q and W_k of the heads that scored above tau; call it after every optimizer step.
 
         reduce_max: maximum over ranks of an FP32 tensor, which all ranks call together. DDP must be built with
-        broadcast_buffers=False, or rank 0's maxima replace the others' before they are read.
+        broadcast_buffers=False, or rank 0's maxima replace the others' before they are read. skip: a boolean, on the
+        device where this process need not wait for it; true for a step that was left out, which clips nothing.
         Returns (n_layer, n_head), the largest score of each head since the last call (-inf: none recorded), and
         forgets it. A score that is not finite rescales nothing: halting is the training loop's decision.
         Source: Kimi K2, equation for QK-Clip with gamma = min(1, tau / S_max), alpha = 1/2; biases scale along.
@@ -195,7 +206,10 @@ class GPT(nn.Module):
             raise ValueError("apply_qk_clip needs a model built with qk_clip > 0, which records the largest scores")
         layers = [block.attn for block in self.transformer.h]
         scores = reduce_max(torch.stack([attn.max_score for attn in layers]))
-        scales = torch.where((scores > tau) & scores.isfinite(), (tau / scores).sqrt(), 1.0)
+        clips = (scores > tau) & scores.isfinite()
+        if skip is not None:
+            clips &= ~skip
+        scales = torch.where(clips, (tau / scores).sqrt(), 1.0)
         for attn, scale in zip(layers, scales, strict=True):
             for p in (attn.c_attn.weight, attn.c_attn.bias):
                 if p is not None:  # rows are ordered q, k, v; then head; then feature

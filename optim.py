@@ -113,9 +113,9 @@ class Optimizers:
                 optimizer.grad_scale, optimizer.found_inf = None, None if skip is None else skip.float()
                 optimizer.step()
 
-    def zero_grad(self):
+    def zero_grad(self, set_to_none: bool = True):
         for optimizer in self.optimizers.values():
-            optimizer.zero_grad(set_to_none=True)
+            optimizer.zero_grad(set_to_none)
 
     def set_lr(self, step: int) -> float:
         """Set every group's learning rate for optimizer step `step`; returns AdamW's, which the log shows.

@@ -50,6 +50,9 @@ def prepare(config: Config) -> Plan:
     if config.gradient_accumulation_steps % world:
         raise ConfigError(f"gradient_accumulation_steps={config.gradient_accumulation_steps} is the total over ranks "
                           f"and is not divisible by the {world} ranks; use a multiple of {world}")
+    if config.compile and config.compile_mode == "reduce-overhead" and world > 1:
+        raise ConfigError(f"compile_mode=reduce-overhead with {world} ranks: CUDA graphs under DDP have not been tried;"
+                          " use compile_mode=default, or one rank")
     specs = layer_specs(config.n_layer, config.n_head, config.attention, config.switches, config.attention_override,
                         config.output_heads)
     _check_float16(config, specs)
@@ -87,7 +90,7 @@ def prepare(config: Config) -> Plan:
     if state and (lacks := {"model", "model_args", "optimizer", "scaler", "step"} - state.keys()):
         raise ConfigError(f"{config.init_from} is no checkpoint of train.py: it lacks {', '.join(sorted(lacks))}")
     for name, saved in (state or {}).get("model_args", {}).items():
-        if name != "dropout" and getattr(model_args, name) != saved:
+        if name not in ("dropout", "loss_chunk") and getattr(model_args, name) != saved:
             raise ConfigError(f"{name}={getattr(model_args, name)!r}, but the checkpoint has {name}={saved!r}; the "
                               "model of a checkpoint cannot change")
     start = state["step"] if state else 0

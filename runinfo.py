@@ -50,18 +50,19 @@ def describe_run(config, plan, group, trainer) -> dict:
 
 def print_header(info: dict, group) -> None:
     """The header a person reads; the full config is in run.json."""
-    order = info["order"]
+    order, chunk = info["order"], info["config"]["loss_chunk"]
     lines = {
         "run": f"{info['name']}  ({info['config']['out_dir']})",
         "model": f"{info['n_params']:,} parameters, {info['config']['n_layer']} layers",
         "step": f"{info['tokens_per_step']:,} tokens: {info['config']['gradient_accumulation_steps']} micro-batches x "
                 f"{info['config']['batch_size']} sequences x {info['config']['block_size']} tokens over "
-                f"{info['world_size']} rank(s)",
+                f"{info['world_size']} rank(s)" + (f", loss {chunk} tokens at a time" if chunk else ""),
         "data": f"{info['data']['path']}, {info['data']['tokens']:,} tokens, sha256 {info['data']['sha256'][:12]}",
         "order": f"{order['mode']} {order['path']}" + (f", first {order['rows']} rows, sha256 {order['sha256'][:12]}"
                                                        if order["sha256"] else ""),
         "device": f"{info['device_name']}, attention by {' and '.join(info['kernels'])}, "
-                  f"autocast {info['config']['dtype']}",
+                  f"autocast {info['config']['dtype']}, "
+                  + (f"compiled ({info['config']['compile_mode']})" if info["config"]["compile"] else "not compiled"),
         "code": f"commit {info['git_commit'][:12]}{' (changed)' if info['git_dirty'] else ''}, "
                 + ", ".join(f"{k} {v}" for k, v in info["versions"].items() if v),
     }

@@ -16,7 +16,6 @@ from pathlib import Path
 
 import torch
 
-import checkpoint
 import distributed
 from checkpoint import CheckpointError, NonFiniteState
 from config import as_dict, load
@@ -145,19 +144,25 @@ def train(trainer: Trainer, info: dict) -> int:
     saved = plan.start if config.init_from == "resume" else None
 
     def save():
+        """In the background: what fails there ends the run at the next step, and `finish` waits for it."""
         nonlocal saved
         done, saved = saved == trainer.step, trainer.step
         if done or not group.is_main:
             return
+        trainer.writer.settle()  # before anything of this save: it may share the disk's queue
         if recorder:
             recorder.sync()  # a step's row is on disk before its weights are
             metrics.update_run(order=info["order"] | {"rows": recorder.rows, "sha256": recorder.sha256()})
         try:
-            checkpoint.save(out, trainer.step, trainer.state(), config.keep_checkpoints)
+            trainer.writer.save(out, trainer.step, trainer.state(), config.keep_checkpoints)
         except NonFiniteState as error:
             if config.on_nonfinite != "ignore":
                 raise
             metrics.say(f"{error}")  # asked to go on regardless: the healthy checkpoints stay
+
+    def finish():
+        save()
+        trainer.writer.settle()
 
     code = 1
     try:
@@ -182,6 +187,7 @@ def train(trainer: Trainer, info: dict) -> int:
             trainer.optimizer.set_lr(step)
             loss = trainer.gradients()
             log.settle()  # the step before, while the device works on this one's gradients
+            trainer.writer.settle(block=False)
             whole, watched = (bool(every) and step % every == 0 for every in intervals)
             probed = trainer.probe(whole, exact="val_loss" in record) if whole or watched else None
             log.add(record, trainer.update(loss), probed)
@@ -189,18 +195,18 @@ def train(trainer: Trainer, info: dict) -> int:
         record = {"step": trainer.step} | trainer.switch()
         record["val_loss"] = trainer.evaluate()
         metrics.log(record)
-        save()
+        finish()
         metrics.say(f"done: step {trainer.step}, validation loss {record['val_loss']:.4f}, {out}")
         code = 0
     except StopRequested:
         code = EXIT_NONFINITE  # should the step that waits turn out to be one
         with contextlib.suppress(RunFailed, RunWarned):
             log.settle()
-        save()
+        finish()
         group.print(f"stopped by a signal at step {trainer.step}; saved to {out}, go on with --init_from=resume")
         code = EXIT_SIGTERM
     except (RunFailed, RunWarned) as reason:
-        save()
+        finish()
         group.print(f"{reason}; saved to {out}")
         code = EXIT_FAILED if isinstance(reason, RunFailed) else EXIT_WARNED
     except NonFiniteError:
@@ -212,6 +218,10 @@ def train(trainer: Trainer, info: dict) -> int:
     finally:
         with contextlib.suppress(RuntimeError, RunFailed, RunWarned):  # what ends the run is told by its own error
             log.settle()
+        try:
+            trainer.writer.settle()
+        except CheckpointError as error:
+            metrics.say(f"{error}")  # beside what ended the run
         if recorder:
             recorder.close()
         metrics.close(code)

@@ -76,17 +76,25 @@ class Trainer:
                 self.spectra.load_state_dict(plan.state["spectra"])
             if plan.state["scaler"]:  # empty where the checkpoint is of another dtype: the scale starts anew
                 self.scaler.load_state_dict(plan.state["scaler"])
-        self.step, self.switches = plan.start, list(plan.switches)
+        self.step, self.switches, self.writer = plan.start, list(plan.switches), checkpoint.Writer()
         self.micro_batches = config.gradient_accumulation_steps // group.world_size
         dtype = getattr(torch, config.dtype)
         self.autocast = torch.autocast(self.device.type, dtype, enabled=dtype != torch.float32)
-        model = torch.compile(self.raw) if config.compile else self.raw
+        model = torch.compile(self.raw, mode=config.compile_mode) if config.compile else self.raw
+        # A CUDA graph writes its gradients to one place at every replay. Gradients that exist already are added to; new
+        # ones would be that place itself, which the next micro-batch overwrites.
+        self.keep_gradients = config.compile and config.compile_mode == "reduce-overhead"
+        if self.keep_gradients:
+            for p in self.raw.parameters():
+                p.grad = torch.zeros_like(p)
         if group.world_size > 1:
             # Buffers are derived from the step, so broadcasting them would only cost time.
             ids = [group.local_rank] if self.device.type == "cuda" else None
             with warnings.catch_warnings():  # torch 2.13 renames the flag; 2.11 has no other
                 warnings.filterwarnings("ignore", message=".*broadcast_buffers")
-                model = torch.nn.parallel.DistributedDataParallel(model, device_ids=ids, broadcast_buffers=False)
+                model = torch.nn.parallel.DistributedDataParallel(
+                    model, device_ids=ids, broadcast_buffers=False,
+                    gradient_as_bucket_view=True)  # else gradients exist twice, and are copied
         self.model = model
         self.ahead = {}  # the batch that was read while the device worked
 
@@ -196,19 +204,20 @@ class Trainer:
                 self.scaler.step(self.optimizer)
             self.scaler.update()  # lowers the loss scale after an overflow, and readies it for the next step
             skip = skip | (self.scaler.get_scale() < before)
-        if self.config.qk_clip and not skip:
-            self.raw.apply_qk_clip(self.group.max)
-        self.optimizer.zero_grad()
+        if self.config.qk_clip:
+            self.raw.apply_qk_clip(self.group.max, skip)
+        self.optimizer.zero_grad(set_to_none=not self.keep_gradients)
         self.step += 1
         return Readback(torch.stack([loss, norm, bad, ~skip]))
 
     def explain(self, step: int, loss: float, norm: float) -> str:
         """Which step, layer, head and backend; over the micro-batches of all ranks, so that rank 0 alone can tell."""
         self.step, self.stop.requested = step, False  # the run ends here, so a signal has nothing left to ask for
-        self.optimizer.zero_grad()
+        self.optimizer.zero_grad(set_to_none=not self.keep_gradients)
         self.gradients()  # once more: those of the next step have replaced them
         rows = self.row(step).reshape(-1, self.config.batch_size)
         place = probes.explain_nonfinite(self.raw, (self.read("train", row)[0] for row in rows), self.autocast)
+        self.writer.wait()  # the checkpoint to go back to may be on its way to the disk
         begun = self.config.init_from if self.config.init_from.endswith(".pt") else "none"
         return (f"step {step}: loss {loss}, gradient norm {norm}: {place}. Stopped before the update; the last good "
                 f"checkpoint is {checkpoint.latest(Path(self.config.out_dir)) or begun}. Replay with another "

@@ -121,7 +121,7 @@ def explain_nonfinite(model: nn.Module, batches: Iterable[Tensor], autocast) -> 
 def first_nonfinite(model: nn.Module, idx: Tensor, autocast) -> str:
     """Where a forward pass of idx (B, T) first leaves the finite numbers, in words; "" where it does not."""
     with attention_inputs(model) as inputs, autocast:
-        logits, _ = model(idx, idx)  # with targets, whatever they are: the logits of all positions
+        _, loss = model(idx, idx)  # with targets, whatever they are: a loss of all positions
     layers = [m for m in model.modules() if isinstance(m, AttentionLayer)]
     for i, layer in enumerate(layers):
         q, k, v = inputs[i]
@@ -134,7 +134,7 @@ def first_nonfinite(model: nn.Module, idx: Tensor, autocast) -> str:
             return (f"layer {i}, head {head}, row {row}: {layer.spec.backend} turned finite inputs into a non-finite "
                     f"output; row maximum {stats.row_max[b, head, row].item():.6g}, {int(bad.sum())} rows so; "
                     f"numerics: {layer.spec.describe()}")
-    if not logits.isfinite().all():
+    if not loss.isfinite():
         return "the attention outputs are finite, the logits are not"
     return ""
 

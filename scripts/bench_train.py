@@ -22,7 +22,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
-import checkpoint
 import distributed
 from config import as_dict, load
 from determinism import set_determinism
@@ -80,9 +79,13 @@ def measure(argv: list[str], steps: int) -> dict:
         recorder.sync()
         order = OrderFile(Path(folder) / "order.bin")
         replay = seconds(lambda i: order.row(i), device, 50)
-        save = seconds(lambda i: checkpoint.save(folder, i, trainer.state(), 1), device, 3)
         probe, exact, monitor = (seconds(lambda i, kind=kind: trainer.probe(*kind).record(), device, 20)
                                  for kind in ((True, False), (True, True), (False, False)))
+        stalls, writes = [], []
+        for i in range(4):  # training waits for the copy alone; a thread writes
+            stalls.append(seconds(lambda _, i=i: trainer.writer.save(folder, i, trainer.state(), 1), device, 1))
+            writes.append(seconds(lambda _: trainer.writer.settle(), device, 1))
+        save = statistics.median(stalls[1:])  # the first one allocates its host memory
         outside = batches + log + append + save / config.checkpoint_interval
         return {"config": argv[0] if argv else "", "attention": config.attention, "gpus": group.world_size,
                 "device": info["device_name"], "commit": info["git_commit"], "versions": info["versions"],
@@ -90,6 +93,7 @@ def measure(argv: list[str], steps: int) -> dict:
                 "tokens_per_s": config.tokens_per_step / whole, "peak_memory_gib": peak,
                 "batches_ms": 1e3 * batches, "loader_tokens_per_s": config.tokens_per_step / group.world_size / batches,
                 "log_ms": 1e3 * log, "record_ms": 1e3 * append, "replay_ms": 1e3 * replay, "checkpoint_ms": 1e3 * save,
+                "checkpoint_first_ms": 1e3 * stalls[0], "checkpoint_thread_ms": 1e3 * statistics.median(writes),
                 "probe_ms": 1e3 * probe, "exact_probe_ms": 1e3 * exact, "monitor_ms": 1e3 * monitor,
                 "probe_share": probe / config.probe_interval / whole,
                 "monitor_share": monitor / config.monitor_interval / whole,

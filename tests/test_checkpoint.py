@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import OrderedDict, defaultdict
 from pathlib import Path
@@ -16,7 +17,7 @@ import pytest
 import torch
 
 import checkpoint
-from checkpoint import CheckpointError, checkpoints, latest, load, load_latest, save, strip_prefixes
+from checkpoint import CheckpointError, Writer, checkpoints, latest, load, load_latest, save, strip_prefixes
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -125,9 +126,10 @@ def test_rewound_run_does_not_lose_its_checkpoint_nor_the_other_branch(tmp_path,
 
 # ---- what is refused ----
 
+@pytest.mark.parametrize("save", [save, Writer().save])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-def test_non_finite_weights_never_rotate_healthy_ones_out(tmp_path, bad):
-    healthy = save(tmp_path, 1, state_of(1), keep=1)
+def test_non_finite_weights_never_rotate_healthy_ones_out(tmp_path, bad, save):
+    healthy = checkpoint.save(tmp_path, 1, state_of(1), keep=1)
     broken = state_of(2)
     broken["model"]["w"][3, 5] = bad
     with pytest.raises(CheckpointError, match=r"1 of the 4096 values of model\.w .*" + re.escape(str(healthy))):
@@ -135,8 +137,9 @@ def test_non_finite_weights_never_rotate_healthy_ones_out(tmp_path, bad):
     assert os.listdir(tmp_path) == [healthy.name]
 
 
+@pytest.mark.parametrize("save", [save, Writer().save])
 @pytest.mark.parametrize("value", [Path("x"), {1, 2}, defaultdict(int), lambda: 0])
-def test_what_a_safe_load_would_refuse_is_not_saved(tmp_path, value):
+def test_what_a_safe_load_would_refuse_is_not_saved(tmp_path, value, save):
     with pytest.raises(CheckpointError, match=rf"config\.odd is a {type(value).__name__}"):
         save(tmp_path, 1, {"config": {"odd": value}}, keep=1)
     assert os.listdir(tmp_path) == []
@@ -255,20 +258,21 @@ def test_out_dir_that_is_a_file(tmp_path):
 
 
 def test_killed_at_random_moments(tmp_path):
-    """After each SIGKILL the newest checkpoint is whole, at least as new as the last save that returned."""
+    """After each SIGKILL the newest checkpoint is whole, at least as new as the last save that had finished."""
     script = """
 import sys, torch, checkpoint
 step = checkpoint.load_latest(sys.argv[1])["step"] if checkpoint.latest(sys.argv[1]) else 0
+writer, w = checkpoint.Writer(), torch.zeros(300_000)
 while True:
     step += 1
-    checkpoint.save(sys.argv[1], step, {"w": torch.full((300_000,), float(step)), "value": step}, 2)
-    print(step, flush=True)
+    writer.save(sys.argv[1], step, {"w": w.fill_(step), "value": step}, 2)
+    print(step - 1, flush=True)  # writer.save waited for that one
 """
     rng, newest = random.Random(0), 0
     for _ in range(5):
         child = start(script, tmp_path)
         first = int(child.stdout.readline())
-        assert first > newest and not list(tmp_path.glob("*.tmp"))[1:]  # the leftover is gone, one may be under way
+        assert first >= newest and not list(tmp_path.glob("*.tmp"))[1:]  # the leftover is gone, one may be under way
         time.sleep(rng.uniform(0, 0.05))
         child.send_signal(signal.SIGKILL)
         out, _ = child.communicate(timeout=30)
@@ -281,6 +285,87 @@ while True:
     (tmp_path / "ckpt_00000007.pt.tmp").write_bytes(b"torn")
     save(tmp_path, newest + 1, state_of(1), keep=2)
     assert not list(tmp_path.glob("*.tmp"))
+
+
+# ---- in the background ----
+
+@pytest.fixture
+def slow_disk(monkeypatch):
+    """An event that fsync waits for."""
+    event, fsync = threading.Event(), os.fsync
+    monkeypatch.setattr(checkpoint.os, "fsync", lambda fd: (event.wait(30), fsync(fd)))
+    yield event
+    event.set()
+
+
+def test_training_goes_on_while_the_thread_writes(tmp_path, slow_disk):
+    """What is written is the state at the call, though the weights change meanwhile, and tied weights stay tied."""
+    writer, weights = Writer(), torch.ones(1000)
+    path = writer.save(tmp_path, 1, {"model": OrderedDict(wte=weights, head=weights), "value": [1, (2.0, "x")]}, 1)
+    weights.zero_()
+    writer.settle(block=False)
+    assert path == tmp_path / "ckpt_00000001.pt" and not path.exists()  # fsync waits
+    slow_disk.set()
+    writer.settle()
+    loaded = load(path)
+    assert torch.equal(loaded["model"]["wte"], torch.ones(1000)) and loaded["value"] == [1, (2.0, "x")]
+    assert loaded["model"]["wte"].data_ptr() == loaded["model"]["head"].data_ptr()
+
+
+def test_one_save_at_a_time_into_the_same_memory(tmp_path, slow_disk):
+    writer = Writer()
+    for step in (1, 2, 3):
+        state, timer = state_of(step), threading.Timer(0.05, slow_disk.set)
+        timer.start()
+        writer.save(tmp_path, step, state, keep=9)
+        assert [path.name for path in checkpoints(tmp_path)] == [f"ckpt_{i:08d}.pt" for i in range(1, step)]
+        memory = {id(buffer) for buffer in writer._buffers.values()}
+        timer.join()
+        slow_disk.clear()
+    assert len(memory) == 1
+    slow_disk.set()
+    writer.settle()
+    for step in (1, 2, 3):
+        assert equal(load(tmp_path / f"ckpt_{step:08d}.pt"), {"step": step, **state_of(step)})
+
+
+@pytest.mark.parametrize("end", ["settle", "save", "not blocking"])
+def test_a_disk_that_fails_in_the_thread_is_told_once(tmp_path, monkeypatch, end):
+    good, writer = save(tmp_path, 1, state_of(1), keep=1), Writer()
+
+    def fail(*args):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint.os, "write", fail)
+        writer.save(tmp_path, 2, state_of(2), keep=1)
+        writer.wait()
+    with pytest.raises(CheckpointError, match=rf"00000002\.pt was not written \(No space .*{re.escape(str(good))}"):
+        if end == "save":
+            writer.save(tmp_path, 3, state_of(3), keep=1)
+        else:
+            writer.settle(block=end == "settle")
+    assert os.listdir(tmp_path) == [good.name]
+    writer.settle()
+    writer.save(tmp_path, 3, state_of(3), keep=1)  # there is room again
+    writer.settle()
+    assert os.listdir(tmp_path) == ["ckpt_00000003.pt"]
+
+
+@pytest.mark.parametrize("last", ["", "raise SystemExit(3)", "1 / 0"])
+def test_a_process_that_ends_waits_for_the_thread(tmp_path, last):
+    script = f"""
+import os, sys, time, torch, checkpoint
+write = os.write
+os.write = lambda fd, data: (time.sleep(0.01), write(fd, data))[1]
+checkpoint.Writer().save(sys.argv[1], 1, {{"w": torch.ones(1_000_000)}}, 1)
+assert checkpoint.latest(sys.argv[1]) is None
+{last}
+"""
+    child = start(script, tmp_path)
+    child.communicate(timeout=60)
+    assert child.returncode == {"": 0, "1 / 0": 1}.get(last, 3)
+    assert torch.equal(load_latest(tmp_path)["w"], torch.ones(1_000_000))
 
 
 # ---- names ----

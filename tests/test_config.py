@@ -41,12 +41,34 @@ def test_file_loads(path):
     assert load([str(path), "--seed=77"]) == dataclasses.replace(config, seed=77)
 
 
+CARDS = {f"gpt2_{model}_{card}": f"gpt2_{model}_flash_bf16" for model in ("small", "medium")
+         for card in ("80gb", "24gb")}
+
+
+@pytest.mark.parametrize("name, base", CARDS.items())
+def test_cards_differ_in_how_a_step_is_cut(name, base):
+    """Up to 8 GPUs divide the micro-batches; order, validation and numerics are those of the paper's setup."""
+    ours, theirs = (from_file(ROOT / "configs" / f"{stem}.toml") for stem in (name, base))
+    changed = {key for key, value in as_dict(ours).items() if value != as_dict(theirs)[key]}
+    assert changed <= {"out_dir", "batch_size", "gradient_accumulation_steps", "loss_chunk", "eval_iters"}
+    assert ours.eval_iters * ours.batch_size == theirs.eval_iters * theirs.batch_size
+    assert ours.sequences_per_step == theirs.sequences_per_step and ours.gradient_accumulation_steps % 8 == 0
+
+
+def test_authors_differ_from_the_paper_as_their_code_does():
+    ours, theirs = (from_file(ROOT / "configs" / f"gpt2_small_{stem}.toml") for stem in ("authors", "flash_bf16"))
+    changed = {key for key, value in as_dict(ours).items() if value != as_dict(theirs)[key]}
+    assert changed == {"out_dir", "batch_size", "gradient_accumulation_steps", "bias", "row_sum", "tile_q", "tile_k"}
+    assert ours.tokens_per_step == 327_680 and ours.vocab_size == 50304
+
+
 @pytest.mark.parametrize("family", ["gpt2_small", "gpt2_small_muon", "gpt2_medium", "mini", "cpu"])
 def test_pairs_differ_in_their_attention_alone(family):
     arms = {}
     for path in FILES:
         family_of, *_ = path.stem.partition("_flash") if "_flash" in path.stem else path.stem.rpartition("_")
-        if family_of == family and path.parent.name == "configs":
+        alone = path.stem in CARDS or path.stem == "gpt2_small_authors"  # compared above
+        if family_of == family and path.parent.name == "configs" and not alone:
             arms[path.stem] = tomllib.loads(path.read_text())
     assert len(arms) >= 2
     for name, table in arms.items():

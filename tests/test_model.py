@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from attention import AttentionLayer, AttentionSpec, RowStats
+from embedding import embedding
 from model import GPT, GPTConfig
 
 SMALL = dict(n_layer=2, n_head=4, n_embd=64, block_size=32, vocab_size=130)
@@ -98,6 +99,17 @@ def test_loss_of_a_fresh_model_is_the_logarithm_of_the_vocabulary():
 
 
 # ---- forward and backward ----
+
+
+@pytest.mark.parametrize("shape", [(7,), (3, 5)])
+def test_embedding_is_torchs(shape):
+    """Values and gradients bit for bit, with tokens that repeat; and torch's rules of an operator."""
+    idx, weight = tokens(*shape, below=4), torch.randn(6, 8, requires_grad=True)
+    upstream = torch.randn(*shape, 8)
+    ours, theirs = embedding(idx, weight), F.embedding(idx, weight)
+    assert torch.equal(ours, theirs)
+    assert torch.equal(*(torch.autograd.grad(one, weight, upstream)[0] for one in (ours, theirs)))
+    torch.library.opcheck(embedding, (idx, weight))
 
 
 @pytest.mark.parametrize("gelu", ["exact", "tanh"])
@@ -301,6 +313,7 @@ def test_qk_clip_ignores_evaluation_and_scores_that_are_not_finite():
     old = model.transformer.h[0].attn.c_attn.weight.detach().clone()
     model.apply_qk_clip(lambda mine: torch.full_like(mine, math.nan))
     model.apply_qk_clip(lambda mine: torch.full_like(mine, math.inf))
+    model.apply_qk_clip(lambda mine: torch.full_like(mine, 7.0), torch.tensor(True))  # a step that was left out
     assert torch.equal(model.transformer.h[0].attn.c_attn.weight, old)
 
 

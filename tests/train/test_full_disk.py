@@ -48,9 +48,10 @@ def test_order(runner, monkeypatch):
 
 
 def test_checkpoint(runner, monkeypatch):
-    """The checkpoint of step 4 does not fit; the one of step 0 stays and resumes to the same end."""
+    """The checkpoint of step 4 does not fit, which the thread that writes it finds while training goes on; the one of
+    step 0 stays and resumes to the same end."""
     run = run_into_limit(runner, monkeypatch, "run", lambda out: 200_000)
-    assert run.steps == [0] and len(run.losses) == 4
+    assert run.steps == [0] and 4 <= len(run.losses) <= 6
     assert f"the last good checkpoint is {run.out / 'ckpt_00000000.pt'}" in run.stderr
     check(run, runner("whole"), runner, "ckpt_00000004.pt was not written (File too large)")
 

@@ -81,9 +81,38 @@ def test_compiled_equals_eager(runner, monkeypatch, tmp_path):
     torch._dynamo.reset()
 
 
+def test_gradients_outlive_a_cuda_graph(runner, monkeypatch):
+    """compile_mode reaches the compiler, and a model that puts its gradients in one place at every call, as a CUDA
+    graph does, trains as the eager one: over micro-batches they are added up elsewhere."""
+    whole, modes, places = runner("whole"), [], {}
+
+    def compile_like_graphs(model, mode):
+        modes.append(mode)
+
+        def reuse(grad, name):
+            place = places.setdefault((id(model), name), torch.empty_like(grad))
+            return place.copy_(grad).detach()
+
+        for name, p in model.named_parameters():
+            p.register_hook(lambda grad, name=name: reuse(grad, name))
+        return model
+
+    monkeypatch.setattr(torch, "compile", compile_like_graphs)
+    runner.same(runner("graphs", compile=True, compile_mode="reduce-overhead"), whole)
+    assert modes == ["reduce-overhead"] and places
+    assert runner("default", compile=True).losses != whole.losses, "or the stand-in shows nothing"
+
+
+def test_cuda_graphs_are_for_one_rank(runner, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert "compile_mode=reduce-overhead with 2 ranks" in runner.refused("run", compile=True,
+                                                                         compile_mode="reduce-overhead")
+
+
 def test_header(runner):
     """What a report needs is printed and in run.json: nothing in it depends on memory."""
-    flags = dict(max_iters=2, attention="stabilized", attention_override="1=standard", beta=4, probe_interval=1)
+    flags = dict(max_iters=2, attention="stabilized", attention_override="1=standard", beta=4, probe_interval=1,
+                 loss_chunk=24)
     run = runner("run", **flags)
     info = run.info
     read = as_dict(load(runner.argv("run", **flags)))
@@ -94,7 +123,8 @@ def test_header(runner):
     assert len(info["git_commit"]) == 40 and info["versions"]["torch"] == torch.__version__
     assert info["data"]["tokens"] == 20_000 and info["order"]["rows"] == 2 and info["config"]["beta"] == 4
     for words in ("128 tokens", "20,000 tokens", info["data"]["sha256"][:12], info["git_commit"][:12], "emulated",
-                  "layer 0: stabilized", "layer 1: standard", "recorded ", "adamw, decayed", torch.__version__):
+                  "loss 24 tokens at a time", "not compiled", "layer 0: stabilized",
+                  "layer 1: standard", "recorded ", "adamw, decayed", torch.__version__):
         assert words in run.stdout
     record = run.records[1]
     assert {"step", "loss", "lr", "grad_norm", "tokens", "probe/ties/layer0", "probe/wq_norm/layer1"} <= record.keys()

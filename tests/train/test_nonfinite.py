@@ -94,22 +94,24 @@ def test_ignore_never_saves_what_is_broken(runner, monkeypatch):
 FP16 = dict(dtype="float16", attention="standard", n_layer=1, eval_interval=100, log_interval=1)
 
 
-def test_float16_overflow_is_a_skipped_step(runner, monkeypatch):
+@pytest.mark.parametrize("loss_chunk", [0, 24])
+def test_float16_overflow_is_a_skipped_step(runner, monkeypatch, loss_chunk):
     """While gradients overflow under the loss scale, steps are skipped and the scale halves; the default policy is no
     obstacle. The scale is part of a checkpoint, so a resume in the middle of that equals the whole run."""
-    state = runner("source", max_iters=2, **FP16).state
+    flags = FP16 | dict(loss_chunk=loss_chunk)
+    state = runner("source", max_iters=2, **flags).state
     state["scaler"]["scale"] = 2.0**27
     torch.save(state, runner.root / "scaled.pt")
-    whole = runner("whole", init_from=runner.root / "scaled.pt", max_iters=14, **FP16)
+    whole = runner("whole", init_from=runner.root / "scaled.pt", max_iters=14, **flags)
     skipped = [r["step"] for r in whole.records if "skipped" in r]
     assert skipped == list(range(2, 2 + len(skipped))) and 3 < len(skipped) < 12
     assert whole.state["scaler"]["scale"] == 2.0 ** (27 - len(skipped))
     assert all(math.isfinite(loss) for loss in whole.losses) and whole.losses[-1] < whole.losses[0]
     assert all(math.isfinite(r["grad_norm"]) != ("skipped" in r) for r in whole.records[:12])
     parts = runner.interrupted("parts", monkeypatch, 3, "gradients", init_from=runner.root / "scaled.pt", max_iters=14,
-                               **FP16)
+                               **flags)
     assert parts.steps[-1] == 5
-    runner.same(runner("parts", init_from="resume", max_iters=14, **FP16), whole)
+    runner.same(runner("parts", init_from="resume", max_iters=14, **flags), whole)
 
 
 @pytest.mark.parametrize("policy", ["stop", "skip"])

@@ -42,7 +42,8 @@ for this in json.loads(sys.argv[1]):
         time.sleep(0.005)
 sys.exit(codes[-1])
 """
-FLAGS = dict(gradient_accumulation_steps=4, batch_size=1, attention="flash_bf16", output="stochastic", dropout=0.2)
+FLAGS = dict(gradient_accumulation_steps=4, batch_size=1, attention="flash_bf16", output="stochastic", dropout=0.2,
+             loss_chunk=24)
 
 
 def free_port() -> str:
@@ -152,3 +153,17 @@ def test_torchrun(runner):
     assert run.code != 0
     assert run.stdout.count("over 2 rank(s)") == 1 and "monitor: warn on ties > 0.4" in run.stdout
     assert run.steps[-1] == run.records[-1]["step"] + 1 and f"stopped by a signal at step {run.steps[-1]}" in run.stdout
+
+
+def test_two_nodes(runner):
+    """The two-node command of the README, each node with one rank and an agent of its own, on one machine."""
+    port, flags = free_port(), dict(max_iters=3, **FLAGS)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=1", "--rdzv_backend=c10d",
+               f"--rdzv_endpoint=127.0.0.1:{port}", "train.py", *runner.argv("run", **flags)]
+    # Over loopback here; between machines gloo and NCCL find the interface by the host's name.
+    nodes = [runner.start(command, GLOO_SOCKET_IFNAME="lo") for _ in range(2)]
+    output = [node.communicate(timeout=120) for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0], output
+    run = runner.finished("run")
+    assert run.info["world_size"] == 2 and sum("over 2 rank(s)" in out for out, _ in output) == 1
+    assert run.losses == pytest.approx(runner("one", **flags).losses, rel=1e-4)

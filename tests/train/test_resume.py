@@ -1,5 +1,6 @@
 """A run that was interrupted and resumed equals the run that never stopped, bit by bit; so does a replay."""
 
+import os
 import random
 import shutil
 import signal
@@ -20,6 +21,7 @@ FEATURES = {
     "not recorded": dict(record=False),
     "bfloat16": dict(dtype="bfloat16", attention="flash_fa2"),
     "no evaluation in between": dict(eval_interval=100),
+    "loss in chunks": dict(loss_chunk=24, dtype="bfloat16", attention="standard"),
     "one micro-batch": dict(gradient_accumulation_steps=1, batch_size=4),
 }
 
@@ -51,6 +53,15 @@ def test_stopped_in_the_last_evaluation(runner, monkeypatch):
     assert runner("parts", init_from="resume").records == whole.records  # and a third time changes nothing
 
 
+def test_slow_disk(runner, monkeypatch):
+    """A checkpoint that is still on its way when the next one, a signal or the end comes is waited for."""
+    whole, fsync = runner("whole"), os.fsync
+    monkeypatch.setattr(checkpoint.os, "fsync", lambda fd: (time.sleep(0.1), fsync(fd)))
+    stopped = runner.interrupted("parts", monkeypatch, 3, "gradients", checkpoint_interval=1, eval_interval=100)
+    assert stopped.steps == [1, 2, 3] and stopped.state["step"] == 3
+    runner.same_state(runner("parts", init_from="resume").state, whole.state)
+
+
 def test_interrupted_replay(runner, monkeypatch):
     """A replay goes on with the row of its step, records what it reads, and needs the order file alone."""
     recorded = runner("recorded", seed=5, dropout=0.1)
@@ -63,6 +74,14 @@ def test_interrupted_replay(runner, monkeypatch):
     digests = {OrderFile(run.out / "order.bin").sha256() for run in (recorded, whole, resumed)}
     assert len(digests) == 1 and resumed.info["order"]["sha256"] in digests
     assert whole.losses != recorded.losses  # another seed: other weights
+
+
+def test_resume_can_change_the_chunk_of_the_loss(runner):
+    """It is no property of the weights; the losses are those of the whole run up to rounding."""
+    runner("run", max_iters=3)
+    resumed = runner("run", init_from="resume", loss_chunk=40)
+    assert resumed.info["sessions"][1]["changed"]["config"] == {"init_from": "resume", "loss_chunk": 40, "max_iters": 6}
+    assert resumed.losses == pytest.approx(runner("whole").losses, rel=1e-5)
 
 
 def test_resume_can_change_the_backend_and_says_so(runner):

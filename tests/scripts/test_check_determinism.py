@@ -1,0 +1,55 @@
+"""The determinism check on a CPU: runs that repeat, and what it says where something differs."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from tiny_runs import TINY, write_corpus
+
+import scripts.check_determinism as check
+from config import ConfigError
+
+
+def flags(tmp_path):
+    own = ("max_iters", "eval_interval", "checkpoint_interval")
+    chosen = {key: value for key, value in TINY.items() if key not in own}
+    return [f"--{k}={v}" for k, v in (chosen | {"dataset": write_corpus(tmp_path / "data")}).items()]
+
+
+def test_two_ranks_repeat_and_replay_on_one(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    out = tmp_path / "runs" / "check"
+    argv = ["configs/cpu_standard.toml", "--steps=4", "--ranks=2", "--replay_steps=3", f"--out={out}", *flags(tmp_path)]
+    assert check.main(argv) == 0
+    assert "4 steps twice on 2 rank(s): equal, bit for bit" in capsys.readouterr().out
+    result = json.loads((out / "check.json").read_text())
+    assert result["equal"] and result["replay_offsets_equal"] and 0 <= result["replay_largest_loss_difference"] < 1e-4
+    assert check.main(argv) == 2 and "exists; choose another" in capsys.readouterr().err
+
+    # One bit of one weight, and one digit of one loss.
+    broken = shutil.copytree(out / "second", tmp_path / "broken")
+    state = torch.load(broken / "ckpt_00000004.pt", weights_only=True)
+    state["model"]["transformer.h.1.mlp.c_fc.weight"][3, 5] *= 1 + 2**-23
+    torch.save(state, broken / "ckpt_00000004.pt")
+    lines = (broken / "metrics.jsonl").read_text().splitlines()
+    record = json.loads(lines[2])
+    lines[2] = json.dumps(record | {"loss": record["loss"] + 0.25})
+    (broken / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    assert check.differences(out / "first", out / "second") == []
+    loss, weights = check.differences(out / "first", broken)
+    assert loss == "loss first differs at step 2"
+    assert weights.endswith("differ, first model.transformer.h.1.mlp.c_fc.weight") and weights.startswith("1 of ")
+    assert check.compare_replay(out / "first", broken, 3)[1] == pytest.approx(0.25)
+
+
+def test_what_is_wrong_is_told_before_anything_is_written(tmp_path, capsys):
+    with pytest.raises(ConfigError, match="cannot read the config file none"):
+        check.main(["none.toml", f"--out={tmp_path / 'out'}"])
+    with pytest.raises(SystemExit):
+        check.main(["configs/cpu_standard.toml", "--batch_size=0", f"--out={tmp_path / 'out'}"])
+    assert "batch_size=0 must be positive" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(SystemExit, match="status 2; its last lines"):
+        check.main(["configs/cpu_standard.toml", "--steps=1", f"--dataset={tmp_path / 'none'}",
+                    f"--out={tmp_path / 'out'}"])
