@@ -34,10 +34,12 @@ class Tile(NamedTuple):
     warps: int
     stages: int
     registers: int = 0
+    mode: int = 0  # 0 loads by threads, 1 by the copy engine, 2 and 3 by a warp group of its own (WS 1 and 2)
 
     def __str__(self):
         registers = f"/{self.registers}r" if self.registers else ""
-        return f"{self.rows}x{self.keys}/{self.warps}w/{self.stages}s{registers}"
+        mode = ("", "/tma", "/ws1", "/ws2")[self.mode]
+        return f"{self.rows}x{self.keys}/{self.warps}w/{self.stages}s{registers}{mode}"
 
 
 class Launch(NamedTuple):
@@ -111,7 +113,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, rng: Tensor, spec: AttentionSpec,
     q, k, v = _rows(q), _rows(k), _rows(v)
     with _on(device):
         kernels.forward_kernel[(_programs(B * H, T, tile.rows),)](
-            q, k, v, o, lse, ties, row_max, rng, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *o.stride()[:3],
+            q, k, v, *_descriptors(tile, q, k, v), o, lse, ties, row_max, rng,
+            *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *o.stride()[:3],
             H, T, spec.tile_k or T, B * H, _group(k, B * H),
             **_switches(spec, D), **_forward_switches(spec, D), **_sizes(D, T, tile), STATS=want_stats, WIDE=wide)
     return o, lse, ties, row_max
@@ -130,12 +133,17 @@ def backward(do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor
     inputs = [s for x in (q, k, v) for s in x.stride()[:3]]
     common = _switches(spec, D) | {"ALPHA": D**-0.5}
     with _on(device):
+        if launch.dq.mode > 1:
+            kernels.delta_kernel[(_programs(B * H, T, 64),)](
+                o, do, delta, *o.stride()[:3], *do.stride()[:3], H, T, D=D, DP=max(16, triton.next_power_of_2(D)),
+                BLOCK_M=64, EVEN=T % 64 == 0, ALPHA=D**-0.5)
         kernels.dq_kernel[(_programs(B * H, T, launch.dq.rows),)](
-            q, k, v, o, do, lse, delta, dq, *inputs, *o.stride()[:3], *do.stride()[:3], *dq.stride()[:3],
-            H, T, B * H, _group(k, B * H), **common, **_sizes(D, T, launch.dq), DELTA=spec.delta)
+            q, k, v, *_descriptors(launch.dq, q, k, v, do), o, do, lse, delta, dq, *inputs, *o.stride()[:3],
+            *do.stride()[:3], *dq.stride()[:3], H, T, B * H, _group(k, B * H),
+            **common, **_sizes(D, T, launch.dq), DELTA=spec.delta)
         kernels.dkdv_kernel[(_programs(B * H, T, launch.dkdv.keys),)](
-            q, k, v, do, lse, delta, dk, dv, *inputs, *do.stride()[:3], *dk.stride()[:3],
-            H, T, B * H, _group(k, B * H), **common, **_sizes(D, T, launch.dkdv))
+            q, k, v, *_descriptors(launch.dkdv, q, k, v, do), do, lse, delta, dk, dv, *inputs, *do.stride()[:3],
+            *dk.stride()[:3], H, T, B * H, _group(k, B * H), **common, **_sizes(D, T, launch.dkdv))
     return dq, dk, dv
 
 
@@ -171,7 +179,25 @@ def _unit(spec: AttentionSpec, D: int) -> tuple[float, float]:
 def _sizes(D: int, T: int, tile: Tile) -> dict:
     options = {"maxnreg": tile.registers} if tile.registers and not INTERPRET else {}
     return dict(D=D, DP=max(16, triton.next_power_of_2(D)), BLOCK_M=tile.rows, BLOCK_N=tile.keys,
-                EVEN=T % max(tile.rows, tile.keys) == 0, num_warps=tile.warps, num_stages=tile.stages, **options)
+                EVEN=T % max(tile.rows, tile.keys) == 0, TMA=tile.mode > 0, WS=max(0, tile.mode - 1),
+                num_warps=tile.warps, num_stages=tile.stages, **options)
+
+
+def _descriptors(tile: Tile, q: Tensor, k: Tensor, v: Tensor, *do: Tensor) -> list:
+    """What the copy engine reads q, k, v and dO from: each as a matrix of tokens, in tiles of rows or of keys."""
+    operands = [(q, tile.rows), (k, tile.keys), (v, tile.keys), *((x, tile.rows) for x in do)]
+    if not tile.mode:
+        return [None] * len(operands)
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    found = []
+    for x, rows in operands:
+        B, H, T, D = x.shape
+        width = (H - 1) * x.stride(1) + D
+        assert x.stride(0) == T * x.stride(2) and width <= x.stride(2) and x.dtype == torch.bfloat16
+        assert T % max(tile.rows, tile.keys) == 0 and D in (64, 128)
+        found.append(TensorDescriptor(x, [B * T, width], [x.stride(2), 1], [rows, D]))
+    return found
 
 
 def _programs(heads: int, T: int, block: int) -> int:

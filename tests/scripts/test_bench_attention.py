@@ -15,7 +15,7 @@ from attention.emulated import emulated
 from scripts.bench_attention import ARMS, SHAPES, errors, main, rows_of, table
 from scripts.bench_attention_check import CHECKED, SWITCHES
 from scripts.bench_attention_common import parse_arm, parse_shapes, write
-from scripts.bench_attention_tune import BF16_TILES, FP32_TILES, TUNED
+from scripts.bench_attention_tune import CANDIDATES, TUNED
 
 ROOT = Path(__file__).resolve().parents[2]
 COLUMNS = ["B", "H", "T", "D", "backend", "forward_ms", "backward_ms", "ratio_to_sdpa", "max_error",
@@ -168,7 +168,7 @@ def test_committed_results(name):
 
 def test_candidates_and_switches():
     """A tile that appears twice costs GPU time, and a switch that is no spec costs the rest of the check."""
-    for tiles in (BF16_TILES, FP32_TILES):
+    for tiles in CANDIDATES.values():
         for which, candidates in tiles.items():
             assert which in flash.Launch._fields and len(set(candidates)) == len(candidates)
             assert all(rows & (rows - 1) == keys & (keys - 1) == 0 for rows, keys, *_ in candidates)
