@@ -24,7 +24,6 @@ from attention.tiles import (
     dot,
     load_rows,
     load_tile,
-    load_vector,
     narrow,
     operand,
     round_bf16,
@@ -124,44 +123,6 @@ def count_ties(above, rm, KEYS: tl.constexpr):
     return tl.where(rm > 0.5 * MASKED, rs, 0)
 
 
-@triton.jit
-def forward_tile(acc, m, l, ties, row_max, b_q, p_k, p_v, d_k, d_v, row, k_col, v_col, rows, n, skt, svt, T, below,
-                 D: tl.constexpr, DP: tl.constexpr, BLOCK_N: tl.constexpr, EVEN: tl.constexpr, LOG2: tl.constexpr,
-                 SCALE: tl.constexpr, SOFTCAP: tl.constexpr, BF16: tl.constexpr, SCORES: tl.constexpr,
-                 PROBS: tl.constexpr, ROW_SUM: tl.constexpr, PV: tl.constexpr, RULE: tl.constexpr, BETA: tl.constexpr,
-                 CAP: tl.constexpr, ONE: tl.constexpr, SHIFT: tl.constexpr, EPSILON: tl.constexpr, STATS: tl.constexpr,
-                 COUNT: tl.constexpr, DOTS: tl.constexpr, TMA: tl.constexpr, MASK: tl.constexpr):
-    """One step of the online softmax over BLOCK_N keys. MASK: 0 no, 1 where the tile needs it, 2 yes."""
-    b_k = operand(load_tile(p_k, d_k, row, k_col, n, skt, T, BLOCK_N, D, DP, not EVEN, TMA), BF16)
-    x = scores(b_q, b_k, SCORES, SCALE, SOFTCAP, DOTS)
-    if MASK == 2:
-        x = mask(x, rows, n, BLOCK_N, MASKED)
-    elif MASK == 1:
-        if n >= below:
-            x = mask(x, rows, n, BLOCK_N, MASKED)
-    rm = tl.max(x, 1)
-    floor = rm - EPSILON  # P by way of it: ties are then sign bits of a difference that is there anyway
-    above = x - floor[:, None]
-    rs = count_ties(above, rm, BLOCK_N) if COUNT else None
-    m_new = new_maximum(m, rm, rs, RULE, BETA, CAP, ONE, SHIFT)
-    b_p = probabilities(above * LOG2 + ((floor - m_new) * LOG2)[:, None], RULE)
-    a = tl.exp2((m - m_new) * LOG2)
-    l = l * a + tl.sum(b_p, 1)
-    if ROW_SUM == "bf16":
-        l = round_bf16(l)
-    b_v = operand(load_tile(p_v, d_v, row, v_col, n, svt, T, BLOCK_N, D, DP, not EVEN, TMA), BF16)
-    b_p = cast_p(b_p, PROBS)
-    if PV == "bf16":
-        acc = add_tile(acc, dot(b_p, b_v, None, DOTS), a, PV)
-    elif MASK == 1:
-        acc = dot(b_p, b_v, acc * a[:, None], DOTS)
-    else:
-        acc = tl.fma(acc, tl.broadcast_to(a[:, None], acc.shape), dot(b_p, b_v, None, DOTS))
-    if STATS:
-        ties, row_max = tl.maximum(ties, rs), tl.maximum(row_max, rm)
-    return acc, m_new, l, ties, row_max
-
-
 @triton.jit(do_not_specialize=["H", "TILE", "HEADS", "GROUP"])
 def forward_kernel(p_q, p_k, p_v, d_q, d_k, d_v, p_o, p_lse, p_ties, p_row_max, p_rng,
                    sqb, sqh, sqt, skb, skh, skt, svb, svh, svt, sob, soh, sot, H, T, TILE, HEADS, GROUP,
@@ -170,7 +131,7 @@ def forward_kernel(p_q, p_k, p_v, d_q, d_k, d_v, p_o, p_lse, p_ties, p_row_max, 
                    BF16: tl.constexpr, SCORES: tl.constexpr, PROBS: tl.constexpr, ROW_SUM: tl.constexpr,
                    PV: tl.constexpr, OUTPUT: tl.constexpr, FP32_HEADS: tl.constexpr, RULE: tl.constexpr,
                    BETA: tl.constexpr, CAP: tl.constexpr, ONE: tl.constexpr, SHIFT: tl.constexpr, EPSILON: tl.constexpr,
-                   STATS: tl.constexpr, WIDE: tl.constexpr, DOTS: tl.constexpr, TMA: tl.constexpr, WS: tl.constexpr):
+                   STATS: tl.constexpr, WIDE: tl.constexpr, DOTS: tl.constexpr, TMA: tl.constexpr):
     """O, L and row statistics of one block of rows (paper Algorithm 1).
 
     A tile of BLOCK_N keys is one step of the online softmax. WIDE: a step is TILE keys (up to the whole row), in parts
@@ -184,12 +145,12 @@ def forward_kernel(p_q, p_k, p_v, d_q, d_k, d_v, p_o, p_lse, p_ties, p_row_max, 
     p_q += b * sqb + tl.cast(h, tl.int64) * sqh
     p_k += b * skb + tl.cast(h, tl.int64) * skh
     p_v += b * svb + tl.cast(h, tl.int64) * svh
-    row = head // H * T
+    token = head // H * T  # where the head's rows begin in the matrices that descriptors see: see load_tile
     p_o += b * sob + tl.cast(h, tl.int64) * soh
     rows = start + tl.arange(0, BLOCK_M)
     end = tl.minimum(start + BLOCK_M, T)
 
-    b_q = operand(load_tile(p_q, d_q, row, h * sqh, start, sqt, T, BLOCK_M, D, DP, not EVEN, TMA), BF16)
+    b_q = operand(load_tile(p_q, d_q, token, h * sqh, start, sqt, T, BLOCK_M, D, DP, not EVEN, TMA), BF16)
     m = tl.full((BLOCK_M,), -float("inf"), tl.float32)
     l = tl.zeros((BLOCK_M,), tl.float32)
     acc = tl.zeros((BLOCK_M, DP), tl.float32)
@@ -232,19 +193,31 @@ def forward_kernel(p_q, p_k, p_v, d_q, d_k, d_v, p_o, p_lse, p_ties, p_row_max, 
             ties, row_max = tl.maximum(ties, rs), tl.maximum(row_max, rm)
     else:
         below = (start + 1) // BLOCK_N * BLOCK_N  # tiles before this key have no mask in any row of the block
-        if WS == 0:
-            tl.assume(end > 0)
-        for n in tl.range(0, below if WS == 2 else end, BLOCK_N, warp_specialize=WS > 0):
-            acc, m, l, ties, row_max = forward_tile(
-                acc, m, l, ties, row_max, b_q, p_k, p_v, d_k, d_v, row, h * skh, h * svh, rows, n, skt, svt, T, below,
-                D, DP, BLOCK_N, EVEN, LOG2, SCALE, SOFTCAP, BF16, SCORES, PROBS, ROW_SUM, PV, RULE, BETA, CAP, ONE,
-                SHIFT, EPSILON, STATS, COUNT, DOTS, TMA, 1 if WS == 0 else 0 if WS == 2 else 2)
-        if WS == 2:
-            for n in tl.range(below, end, BLOCK_N, warp_specialize=True):
-                acc, m, l, ties, row_max = forward_tile(
-                    acc, m, l, ties, row_max, b_q, p_k, p_v, d_k, d_v, row, h * skh, h * svh, rows, n, skt, svt, T,
-                    below, D, DP, BLOCK_N, EVEN, LOG2, SCALE, SOFTCAP, BF16, SCORES, PROBS, ROW_SUM, PV, RULE, BETA,
-                    CAP, ONE, SHIFT, EPSILON, STATS, COUNT, DOTS, TMA, 2)
+        tl.assume(end > 0)
+        for n in range(0, end, BLOCK_N):
+            b_k = operand(load_tile(p_k, d_k, token, h * skh, n, skt, T, BLOCK_N, D, DP, not EVEN, TMA), BF16)
+            x = scores(b_q, b_k, SCORES, SCALE, SOFTCAP, DOTS)
+            if n >= below:
+                x = mask(x, rows, n, BLOCK_N, MASKED)
+            rm = tl.max(x, 1)
+            floor = rm - EPSILON  # P by way of it: ties are then sign bits of a difference that is there anyway
+            above = x - floor[:, None]
+            rs = count_ties(above, rm, BLOCK_N) if COUNT else None
+            m_new = new_maximum(m, rm, rs, RULE, BETA, CAP, ONE, SHIFT)
+            b_p = probabilities(above * LOG2 + ((floor - m_new) * LOG2)[:, None], RULE)
+            a = tl.exp2((m - m_new) * LOG2)
+            l = l * a + tl.sum(b_p, 1)
+            if ROW_SUM == "bf16":
+                l = round_bf16(l)
+            b_v = operand(load_tile(p_v, d_v, token, h * svh, n, svt, T, BLOCK_N, D, DP, not EVEN, TMA), BF16)
+            b_p = cast_p(b_p, PROBS)
+            if PV == "bf16":
+                acc = add_tile(acc, dot(b_p, b_v, None, DOTS), a, PV)
+            else:
+                acc = dot(b_p, b_v, acc * a[:, None], DOTS)
+            m = m_new
+            if STATS:
+                ties, row_max = tl.maximum(ties, rs), tl.maximum(row_max, rm)
 
     p_rows = tl.cast(head, tl.int64) * T + rows
     tl.store(p_lse + p_rows, m * UNIT + tl.log(l), mask=rows < T)
@@ -273,27 +246,13 @@ def gradient_of_scores(b_p, dp, delta, x, SCALE: tl.constexpr, SOFTCAP: tl.const
     return b_ds
 
 
-@triton.jit(do_not_specialize=["H"])
-def delta_kernel(p_o, p_do, p_delta, sob, soh, sot, sgb, sgh, sgt, H, T, D: tl.constexpr, DP: tl.constexpr,
-                 BLOCK_M: tl.constexpr, EVEN: tl.constexpr, ALPHA: tl.constexpr):
-    """alpha * rowsum(dO O), for dQ kernels of specialised warps, which cannot make it on the way."""
-    blocks = tl.cdiv(T, BLOCK_M)
-    head, start = tl.program_id(0) // blocks, tl.program_id(0) % blocks * BLOCK_M
-    b, h = tl.cast(head // H, tl.int64), tl.cast(head % H, tl.int64)
-    o = load_rows(p_o + b * sob + h * soh, start, sot, T, BLOCK_M, D, DP, not EVEN).to(tl.float32)
-    do = load_rows(p_do + b * sgb + h * sgh, start, sgt, T, BLOCK_M, D, DP, not EVEN).to(tl.float32)
-    rows = start + tl.arange(0, BLOCK_M)
-    tl.store(p_delta + tl.cast(head, tl.int64) * T + rows, tl.sum(do * o, 1) * ALPHA, mask=rows < T)
-
-
 @triton.jit(do_not_specialize=["H", "HEADS", "GROUP"])
 def dq_kernel(p_q, p_k, p_v, d_q, d_k, d_v, d_do, p_o, p_do, p_lse, p_delta, p_dq,
               sqb, sqh, sqt, skb, skh, skt, svb, svh, svt, sob, soh, sot, sgb, sgh, sgt,
               sxb, sxh, sxt, H, T, HEADS, GROUP,
               D: tl.constexpr, DP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EVEN: tl.constexpr,
               ALPHA: tl.constexpr, UNIT: tl.constexpr, LOG2: tl.constexpr, SCALE: tl.constexpr, SOFTCAP: tl.constexpr,
-              BF16: tl.constexpr, SCORES: tl.constexpr, DELTA: tl.constexpr, DOTS: tl.constexpr, TMA: tl.constexpr,
-              WS: tl.constexpr):
+              BF16: tl.constexpr, SCORES: tl.constexpr, DELTA: tl.constexpr, DOTS: tl.constexpr, TMA: tl.constexpr):
     """alpha * delta, stored for the dK/dV kernel, and dQ = dS K, of one block of rows (paper Algorithm 2).
 
     dO is read here anyway, so delta costs one read of O. The other two rules take one more pass over the keys:
@@ -307,49 +266,42 @@ def dq_kernel(p_q, p_k, p_v, d_q, d_k, d_v, d_do, p_o, p_do, p_lse, p_delta, p_d
     p_k += b * skb + h * skh
     p_v += b * svb + h * svh
     p_do += b * sgb + h * sgh
-    row, col = head // H * T, head % H
+    token, col = head // H * T, head % H  # where the head begins in the matrices that descriptors see: see load_tile
     rows = start + tl.arange(0, BLOCK_M)
     end = tl.minimum(start + BLOCK_M, T)
     below = (start + 1) // BLOCK_N * BLOCK_N
     p_rows = tl.cast(head, tl.int64) * T + rows
 
-    b_q = operand(load_tile(p_q, d_q, row, col * sqh, start, sqt, T, BLOCK_M, D, DP, not EVEN, TMA), BF16)
-    b_do = operand(load_tile(p_do, d_do, row, col * sgh, start, sgt, T, BLOCK_M, D, DP, not EVEN, TMA), BF16)
-    m = load_vector(p_lse + tl.cast(head, tl.int64) * T, start, T, BLOCK_M, not EVEN, WS > 0) * (1 / UNIT)
-    if WS:
-        delta = load_vector(p_delta + tl.cast(head, tl.int64) * T, start, T, BLOCK_M, not EVEN, True)
-    elif DELTA == "do_o":
+    b_q = operand(load_tile(p_q, d_q, token, col * sqh, start, sqt, T, BLOCK_M, D, DP, not EVEN, TMA), BF16)
+    b_do = operand(load_tile(p_do, d_do, token, col * sgh, start, sgt, T, BLOCK_M, D, DP, not EVEN, TMA), BF16)
+    m = tl.load(p_lse + p_rows, mask=rows < T, other=0.0) * (1 / UNIT)
+    if DELTA == "do_o":
         b_o = load_rows(p_o + b * sob + h * soh, start, sot, T, BLOCK_M, D, DP, not EVEN).to(tl.float32)
-        delta = tl.sum(b_do.to(tl.float32) * b_o, 1) * ALPHA
+        delta = tl.sum(b_do.to(tl.float32) * b_o, 1)
     else:
         delta = tl.zeros((BLOCK_M,), tl.float32)
         for n in range(0, end, BLOCK_N):
-            b_k = operand(load_tile(p_k, d_k, row, col * skh, n, skt, T, BLOCK_N, D, DP, not EVEN, TMA), BF16)
-            b_v = operand(load_tile(p_v, d_v, row, col * svh, n, svt, T, BLOCK_N, D, DP, not EVEN, TMA), BF16)
+            b_k = operand(load_tile(p_k, d_k, token, col * skh, n, skt, T, BLOCK_N, D, DP, not EVEN, TMA), BF16)
+            b_v = operand(load_tile(p_v, d_v, token, col * svh, n, svt, T, BLOCK_N, D, DP, not EVEN, TMA), BF16)
             x = scores(b_q, b_k, SCORES, SCALE, SOFTCAP, DOTS)
             x = mask(x, rows, n, BLOCK_N, MASKED)
             dp = dot(b_do, tl.trans(b_v), None, DOTS)
             if SCORES == "bf16" and DELTA == "dp_p":
                 dp = round_bf16(dp)
             delta += tl.sum(dp * tl.exp2((x - m[:, None]) * LOG2), 1)
-        delta = delta * ALPHA
-    if not WS:
-        tl.store(p_delta + p_rows, delta, mask=rows < T)
+    delta = delta * ALPHA
+    tl.store(p_delta + p_rows, delta, mask=rows < T)
 
     acc = tl.zeros((BLOCK_M, DP), tl.float32)
-    if WS == 0:
-        tl.assume(end > 0)
-    for n in tl.range(0, end, BLOCK_N, warp_specialize=WS > 0):
-        b_k = operand(load_tile(p_k, d_k, row, col * skh, n, skt, T, BLOCK_N, D, DP, not EVEN, TMA), BF16)
-        b_v = operand(load_tile(p_v, d_v, row, col * svh, n, svt, T, BLOCK_N, D, DP, not EVEN, TMA), BF16)
+    tl.assume(end > 0)
+    for n in range(0, end, BLOCK_N):
+        b_k = operand(load_tile(p_k, d_k, token, col * skh, n, skt, T, BLOCK_N, D, DP, not EVEN, TMA), BF16)
+        b_v = operand(load_tile(p_v, d_v, token, col * svh, n, svt, T, BLOCK_N, D, DP, not EVEN, TMA), BF16)
         x = scores(b_q, b_k, SCORES, SCALE, SOFTCAP, DOTS)
         dp = dot(b_do, tl.trans(b_v), None, DOTS)
         b_p = tl.exp2((x - m[:, None]) * LOG2)
-        if WS:
+        if n >= below:
             b_p = mask(b_p, rows, n, BLOCK_N, 0.0)
-        else:
-            if n >= below:
-                b_p = mask(b_p, rows, n, BLOCK_N, 0.0)
         if SCORES == "bf16":
             dp = round_bf16(dp)
         b_ds = gradient_of_scores(b_p, dp, delta[:, None], x, ALPHA, SOFTCAP)
@@ -364,7 +316,7 @@ def dkdv_kernel(p_q, p_k, p_v, d_q, d_k, d_v, d_do, p_do, p_lse, p_delta, p_dk, 
                 sqb, sqh, sqt, skb, skh, skt, svb, svh, svt, sgb, sgh, sgt, sxb, sxh, sxt, H, T, HEADS, GROUP,
                 D: tl.constexpr, DP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EVEN: tl.constexpr,
                 ALPHA: tl.constexpr, UNIT: tl.constexpr, LOG2: tl.constexpr, SCALE: tl.constexpr, SOFTCAP: tl.constexpr,
-                BF16: tl.constexpr, SCORES: tl.constexpr, DOTS: tl.constexpr, TMA: tl.constexpr, WS: tl.constexpr):
+                BF16: tl.constexpr, SCORES: tl.constexpr, DOTS: tl.constexpr, TMA: tl.constexpr):
     """dV = P^T dO and dK = dS^T Q of one block of BLOCK_N keys, over tiles of BLOCK_M rows (paper Algorithm 2).
 
     Everything is computed transposed, S^T = K Q^T, so that P^T and dS^T feed the next product from registers.
@@ -377,21 +329,20 @@ def dkdv_kernel(p_q, p_k, p_v, d_q, d_k, d_v, d_do, p_do, p_lse, p_delta, p_dk, 
     p_k += b * skb + h * skh
     p_v += b * svb + h * svh
     p_do += b * sgb + h * sgh
-    row, col = head // H * T, head % H
+    token, col = head // H * T, head % H  # where the head begins in the matrices that descriptors see: see load_tile
     p_lse += tl.cast(head, tl.int64) * T
     p_delta += tl.cast(head, tl.int64) * T
     keys = start + tl.arange(0, BLOCK_N)
     first = start // BLOCK_M * BLOCK_M
     below = tl.minimum(tl.cdiv(start + BLOCK_N - 1, BLOCK_M) * BLOCK_M, T)  # rows from here on see every key
 
-    b_k = operand(load_tile(p_k, d_k, row, col * skh, start, skt, T, BLOCK_N, D, DP, not EVEN, TMA), BF16)
-    b_v = operand(load_tile(p_v, d_v, row, col * svh, start, svt, T, BLOCK_N, D, DP, not EVEN, TMA), BF16)
+    b_k = operand(load_tile(p_k, d_k, token, col * skh, start, skt, T, BLOCK_N, D, DP, not EVEN, TMA), BF16)
+    b_v = operand(load_tile(p_v, d_v, token, col * svh, start, svt, T, BLOCK_N, D, DP, not EVEN, TMA), BF16)
     b_dk, b_dv = tl.zeros((BLOCK_N, DP), tl.float32), tl.zeros((BLOCK_N, DP), tl.float32)
-    if WS == 0:
-        tl.assume(first < T)
-    for r in tl.range(first, T, BLOCK_M, warp_specialize=WS > 0):
+    tl.assume(first < T)
+    for r in range(first, T, BLOCK_M):
         rows = r + tl.arange(0, BLOCK_M)
-        b_q = operand(load_tile(p_q, d_q, row, col * sqh, r, sqt, T, BLOCK_M, D, DP, not EVEN, TMA), BF16)
+        b_q = operand(load_tile(p_q, d_q, token, col * sqh, r, sqt, T, BLOCK_M, D, DP, not EVEN, TMA), BF16)
         if EVEN:
             m = tl.load(p_lse + rows)
             delta = tl.load(p_delta + rows)
@@ -401,12 +352,9 @@ def dkdv_kernel(p_q, p_k, p_v, d_q, d_k, d_v, d_do, p_do, p_lse, p_delta, p_dk, 
         m = m * (1 / UNIT)
         x = scores(b_k, b_q, SCORES, SCALE, SOFTCAP, DOTS)
         b_p = tl.exp2((x - m[None, :]) * LOG2)
-        if WS:
+        if r < below:  # as in `mask`
             b_p = tl.where((tl.arange(0, BLOCK_M)[None, :] - (keys - r)[:, None]) >= 0, b_p, 0.0)
-        else:
-            if r < below:  # as in `mask`
-                b_p = tl.where((tl.arange(0, BLOCK_M)[None, :] - (keys - r)[:, None]) >= 0, b_p, 0.0)
-        b_do = operand(load_tile(p_do, d_do, row, col * sgh, r, sgt, T, BLOCK_M, D, DP, not EVEN, TMA), BF16)
+        b_do = operand(load_tile(p_do, d_do, token, col * sgh, r, sgt, T, BLOCK_M, D, DP, not EVEN, TMA), BF16)
         b_dv = dot(operand(b_p, BF16), b_do, b_dv, DOTS)
         dp = dot(b_v, tl.trans(b_do), None, DOTS)
         if SCORES == "bf16":

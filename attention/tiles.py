@@ -152,28 +152,14 @@ def load_rows(p, start, stride, T, ROWS: tl.constexpr, D: tl.constexpr, DP: tl.c
 
 
 @triton.jit
-def load_tile(p, d, head_row, head_col, start, stride, T, ROWS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+def load_tile(p, d, token, column, start, stride, T, ROWS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
               CHECK: tl.constexpr, TMA: tl.constexpr):
-    """As `load_rows`, or by the copy engine from d, a descriptor of the (B T, H D) matrix in which the head's first
-    element lies at (head_row, head_col)."""
+    """As `load_rows`, or by the copy engine from d, a descriptor of the (B T, H D) matrix in which the head begins at
+    (token, column)."""
     if TMA:
-        return d.load([head_row + start, head_col])
+        return d.load([token + start, column])
     else:
         return load_rows(p, start, stride, T, ROWS, D, DP, CHECK)
-
-
-@triton.jit
-def load_vector(p, start, T, ROWS: tl.constexpr, CHECK: tl.constexpr, WS: tl.constexpr):
-    """FP32 (ROWS,) from p + start on, zeros past T (where CHECK). In inline PTX where warps are specialised: the
-    compiler would hand a plain load to the loading warps and can pass on only what descriptors load."""
-    p += start + tl.arange(0, ROWS)
-    if WS:
-        return tl.inline_asm_elementwise("ld.global.f32 $0, [$1];", "=f,l", [p.to(tl.int64, bitcast=True)],
-                                         dtype=tl.float32, is_pure=True, pack=1)
-    elif CHECK:
-        return tl.load(p, mask=start + tl.arange(0, ROWS) < T, other=0.0)
-    else:
-        return tl.load(p)
 
 
 @triton.jit

@@ -1,47 +1,43 @@
 """`bench_attention.py --tune`: the fastest launch of each kernel, ready to paste into attention/flash.py.
 
-First every candidate is built and its results are compared with the preset's, by several processes at once: a build
-takes seconds of a CPU core, and one that never ends must not take the others with it. Then one process times those that
-were right.
+First every candidate is built and its results are compared with the preset's, by several processes at once: one that
+never ends must not take the others with it. Then one process times those that were right.
 """
 
-import json
-import subprocess
-import sys
-import tempfile
 import time
-from pathlib import Path
+from functools import partial
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 from attention import AttentionSpec, flash
+from scripts import bench_attention_specialised as specialised
 from scripts.bench_attention_common import RNG, Clock, parse_arm, parse_shapes, tensors, write
+from scripts.bench_attention_workers import building, spread
 
 TUNED = ("flash_fa2", "flash_bf16", "stabilized", "flash_fp32")
-WORKERS = 15
+LIMIT = 20  # seconds of a candidate that is built and compared
 
-# (head size, operands) -> kernel -> rows, keys, warps, stages, registers, mode of its candidates.
+# (head size, operands) -> kernel -> rows, keys, warps, stages, registers of its candidates and what loads: 0 threads,
+# 1 the copy engine, "ws1" and "ws2" warps of their own (bench_attention_specialised.py).
 CANDIDATES = {
     (64, "bf16"): dict(
-        forward=[(64, 64, 4, 3, 128, 0), (64, 64, 4, 3, 128, 1), (64, 64, 4, 2, 128, 1), (128, 64, 8, 3, 128, 1),
-                 (128, 64, 4, 2, 0, 2), (128, 64, 4, 3, 0, 2), (128, 64, 4, 2, 0, 3), (128, 64, 4, 3, 0, 3),
-                 (64, 128, 4, 2, 168, 0), (64, 128, 4, 2, 168, 1), (128, 128, 8, 2, 0, 1), (128, 128, 8, 3, 0, 1),
-                 (128, 128, 4, 2, 0, 2), (128, 128, 4, 3, 0, 2), (128, 128, 4, 1, 0, 3), (128, 128, 4, 2, 0, 3)],
-        dq=[(64, 64, 4, 2, 128, 0), (64, 64, 4, 2, 128, 1), (64, 64, 4, 3, 128, 1), (128, 64, 8, 2, 128, 1),
-            (128, 64, 4, 2, 0, 2), (128, 64, 4, 3, 0, 2), (128, 128, 4, 1, 0, 2), (128, 128, 4, 2, 0, 2)],
-        dkdv=[(32, 64, 4, 3, 128, 0), (32, 64, 4, 3, 128, 1), (64, 64, 4, 2, 168, 1), (64, 128, 8, 2, 0, 1),
-              (32, 128, 4, 3, 0, 2), (64, 128, 4, 2, 0, 2), (64, 128, 4, 3, 0, 2)]),
+        forward=[(64, 64, 4, 3, 128, 0), (64, 64, 4, 3, 128, 1), (64, 128, 4, 2, 168, 0), (64, 128, 4, 2, 168, 1),
+                 (128, 64, 4, 2, 0, "ws1"), (128, 64, 4, 3, 0, "ws1"), (128, 64, 4, 2, 0, "ws2"),
+                 (128, 64, 4, 3, 0, "ws2"), (128, 128, 4, 2, 0, "ws1"), (128, 128, 4, 3, 0, "ws1"),
+                 (128, 128, 4, 1, 0, "ws2"), (128, 128, 4, 2, 0, "ws2")],
+        dq=[(64, 64, 4, 2, 128, 0), (64, 64, 4, 2, 128, 1), (64, 64, 4, 3, 128, 1), (128, 64, 4, 2, 0, "ws1"),
+            (128, 64, 4, 3, 0, "ws1"), (128, 128, 4, 1, 0, "ws1"), (128, 128, 4, 2, 0, "ws1")],
+        dkdv=[(32, 64, 4, 3, 128, 0), (32, 64, 4, 3, 128, 1), (64, 64, 4, 2, 168, 1), (32, 128, 4, 3, 0, "ws1"),
+              (64, 128, 4, 2, 0, "ws1"), (64, 128, 4, 3, 0, "ws1")]),
     (128, "bf16"): dict(
-        forward=[(64, 64, 4, 3, 0, 0), (64, 64, 4, 3, 0, 1), (64, 64, 4, 2, 168, 1), (128, 64, 8, 3, 0, 1),
-                 (128, 64, 4, 2, 0, 2), (128, 64, 4, 2, 0, 3), (128, 64, 4, 3, 0, 2), (128, 64, 4, 1, 0, 3),
-                 (128, 128, 8, 2, 0, 0), (128, 128, 8, 2, 0, 1), (64, 128, 4, 1, 0, 1),
-                 (128, 128, 4, 2, 0, 2), (128, 128, 4, 1, 0, 3)],
+        forward=[(64, 64, 4, 3, 0, 0), (64, 64, 4, 3, 0, 1), (64, 64, 4, 2, 0, 1), (128, 64, 8, 3, 0, 1),
+                 (128, 128, 8, 2, 0, 0), (128, 128, 8, 2, 0, 1), (64, 128, 4, 1, 0, 1), (128, 64, 4, 2, 0, "ws1"),
+                 (128, 64, 4, 2, 0, "ws2"), (128, 64, 4, 3, 0, "ws1"), (128, 64, 4, 1, 0, "ws2"),
+                 (128, 128, 4, 2, 0, "ws1"), (128, 128, 4, 1, 0, "ws2")],
         dq=[(64, 64, 4, 2, 0, 0), (64, 64, 4, 2, 0, 1), (64, 64, 4, 2, 168, 1), (128, 64, 8, 2, 0, 1),
-            (128, 64, 4, 2, 0, 2), (128, 64, 4, 3, 0, 2), (128, 32, 4, 3, 0, 2)],
+            (128, 64, 4, 2, 0, "ws1"), (128, 64, 4, 3, 0, "ws1"), (128, 32, 4, 3, 0, "ws1")],
         dkdv=[(64, 64, 4, 2, 0, 0), (64, 64, 4, 2, 0, 1), (32, 64, 4, 2, 0, 1), (64, 128, 8, 2, 0, 1),
-              (64, 128, 4, 2, 0, 2), (32, 128, 4, 2, 0, 2), (32, 128, 4, 3, 0, 2)]),
+              (64, 128, 4, 2, 0, "ws1"), (32, 128, 4, 2, 0, "ws1"), (32, 128, 4, 3, 0, "ws1")]),
     (64, "fp32"): dict(
         forward=[(64, 32, 4, 2, 0, 0), (64, 64, 4, 2, 0, 0), (64, 64, 4, 1, 0, 0), (128, 32, 8, 2, 0, 0)],
         dq=[(64, 32, 4, 2, 0, 0), (64, 64, 4, 2, 0, 0), (64, 32, 4, 2, 128, 0)],
@@ -68,12 +64,16 @@ def jobs(arms, shapes) -> list[tuple]:
     return found
 
 
+def tile_of(tile):
+    return specialised.Tile(*tile) if isinstance(tile[5], str) else flash.Tile(*tile[:5], bool(tile[5]))
+
+
 class Chosen:
     """While it lasts, a kernel is launched as `tile` says."""
 
     def __init__(self, spec, D, kernel, tile):
         self.key, self.before = flash.launch_for(spec, D, torch.device("cuda"))[0], None
-        entry, tile = flash.LAUNCHES[self.key], flash.Tile(*tile)
+        entry = flash.LAUNCHES[self.key]
         self.entry = entry._replace(
             **{kernel: entry.forward | {tile.keys: tile} if kernel == "forward" else tile})
 
@@ -84,68 +84,54 @@ class Chosen:
         flash.LAUNCHES[self.key] = self.before
 
 
-def passes(spec, qkv, do, rng):
-    """(forward, backward) without autograd, whose overhead is not the kernels'."""
-    q, k, v = (x.detach() for x in qkv)
-    o, lse, _, _ = flash.forward(q, k, v, rng, spec, False)
-    grad = do.to(o.dtype)
-    return lambda: flash.forward(q, k, v, rng, spec, False), lambda: flash.backward(grad, q, k, v, o, lse, spec)
+class Passes:
+    """The forward and the backward pass on some inputs without autograd, whose overhead is not the kernels'."""
+
+    def __init__(self, arm, shape):
+        self.spec, _, dtype = parse_arm(arm)
+        qkv, do = tensors(shape, dtype)
+        self.q, self.k, self.v = (x.detach() for x in qkv)
+        self.rng = torch.tensor(RNG, device=do.device)
+        self.o, self.lse = flash.forward(self.q, self.k, self.v, self.rng, self.spec, False)[:2]
+        self.do = do.to(self.o.dtype)
+
+    def preset(self, kernel, keys):
+        """Results of the pass that `kernel` belongs to, a forward pass in steps of `keys`."""
+        if kernel == "forward":
+            return flash.forward(self.q, self.k, self.v, self.rng, self.at(keys), False)[:2]
+        return flash.backward(self.do, self.q, self.k, self.v, self.o, self.lse, self.spec)
+
+    def with_tile(self, kernel, tile):
+        """The same with a candidate in the place of the preset's kernel."""
+        spec, tile = self.at(tile[1]) if kernel == "forward" else self.spec, tile_of(tile)
+        if isinstance(tile, flash.Tile):
+            with Chosen(spec, self.q.shape[3], kernel, tile):
+                return self.preset(kernel, tile.keys)
+        if kernel == "forward":
+            return specialised.forward(tile, spec, self.q, self.k, self.v)
+        return specialised.backward(kernel, tile, spec, self.do, self.q, self.k, self.v, self.o, self.lse)
+
+    def at(self, keys):
+        return AttentionSpec(self.spec.backend, tile_k=keys)
 
 
-def forward_spec(spec, tile):
-    return AttentionSpec(spec.backend, tile_k=tile[1])
+def build(arm, D, kernel, tile) -> bool:
+    """Builds a candidate without a launch."""
+    with building(flash.kernels, specialised):
+        Passes(arm, (2, 3, 1024, D)).with_tile(kernel, tile)
+    return True
 
 
 def compare(arm, D, kernel, tile) -> dict:
     """Results of a candidate against the preset's of the same key tile: the share of entries that differ, and the
     largest difference over the largest value."""
-    spec, _, dtype = parse_arm(arm)
-    own = forward_spec(spec, tile) if kernel == "forward" else spec
-    qkv, do = tensors((2, 3, 1024, D), dtype)
-    rng, which = torch.tensor(RNG, device="cuda"), kernel != "forward"
-    base = passes(own, qkv, do, rng)[which]()
-    with Chosen(own, D, kernel, tile):
-        call = passes(own, qkv, do, rng)[which]
-        found, again = call(), call()
+    passes = Passes(arm, (2, 3, 1024, D))
+    base, found, again = passes.preset(kernel, tile[1]), *(passes.with_tile(kernel, tile) for _ in range(2))
     if not all(torch.equal(a, b) for a, b in zip(found, again, strict=True)):
         return dict(error="two calls differ")
-    pairs = [(a.double(), b.double()) for a, b in zip(found, base, strict=True) if b.numel()]
+    pairs = [(a.double(), b.double()) for a, b in zip(found, base, strict=True)]
     return dict(differ=[(a != b).double().mean().item() for a, b in pairs],
                 largest=[((a - b).abs().max() / b.abs().max()).item() for a, b in pairs])
-
-
-def work(path):
-    """A worker: `compare` for each line of the file, its answers beside it."""
-    with Path(path).open() as lines, Path(path + ".out").open("w") as out:
-        for job in map(json.loads, lines):
-            try:
-                answer = compare(*job[:3], tuple(job[3]))
-            except Exception as e:  # a configuration that does not fit or build is a result, too
-                answer = dict(error=f"{type(e).__name__} {str(e)[:200]}")
-            print(json.dumps([job, answer]), file=out, flush=True)
-
-
-def verify(todo, end) -> dict:
-    """job -> answer of `compare`, by WORKERS processes until `end`; jobs without an answer are missing."""
-    found = {}
-    with tempfile.TemporaryDirectory() as folder:
-        paths = [str(Path(folder) / str(i)) for i in range(min(WORKERS, len(todo)))]
-        for i, path in enumerate(paths):
-            Path(path).write_text("".join(json.dumps(job) + "\n" for job in todo[i::len(paths)]))
-        workers = [subprocess.Popen([sys.executable, __file__, path], stdout=subprocess.DEVNULL,
-                                    stderr=Path(path + ".err").open("w")) for path in paths]
-        while any(w.poll() is None for w in workers) and time.monotonic() < end:
-            time.sleep(0.2)
-        for w in workers:
-            w.kill()
-        for path in paths:
-            out = Path(path + ".out")
-            for line in out.read_text().splitlines() if out.exists() else []:
-                (arm, D, kernel, tile), answer = json.loads(line)
-                found[arm, D, kernel, tuple(tile)] = answer
-            if not out.exists():
-                print(Path(path + ".err").read_text()[-500:])
-    return found
 
 
 def right(job, answer) -> bool:
@@ -159,13 +145,14 @@ def right(job, answer) -> bool:
 def tune(args):
     start = time.monotonic()
     shapes, arms = parse_shapes(args.shapes), args.arms.split(",")
-    todo = jobs(arms, shapes)
-    answers = verify(todo, start + 0.55 * args.seconds)
-    print(f"{len(answers)} of {len(todo)} candidates built and compared in {time.monotonic() - start:.0f} s")
-    for job in todo:
-        answer = answers.get(job)
+    todo = [job for job in jobs(arms, shapes) if not args.specialised or isinstance(job[3][5], str)]
+    answers = dict(zip(todo, spread("scripts.bench_attention_tune:compare", todo, args.workers, LIMIT,
+                                    start + 0.7 * args.seconds), strict=True))
+    print(f"{sum(x is not None for x in answers.values())} of {len(todo)} candidates built and compared in "
+          f"{time.monotonic() - start:.0f} s")
+    for job, answer in answers.items():
         if not right(job, answer):
-            print("  not right:", *job[:3], flash.Tile(*job[3]), "no answer" if answer is None else
+            print("  not right:", *job[:3], tile_of(job[3]), f"no answer, of {LIMIT} s" if answer is None else
                   answer.get("error") or answer)
     rows, clock = [], Clock()
     for shape in shapes:
@@ -173,32 +160,21 @@ def tune(args):
         rows.append(dict(zip("BHTD", shape, strict=True)) | dict(arm="sdpa", ms=times))
         print(f"{','.join(map(str, shape)):14s} sdpa       {times[0]:.3f} {times[1]:.3f}")
         for arm in arms:
-            spec, _, dtype = parse_arm(arm)
-            qkv, do = tensors(shape, dtype)
-            rng = torch.tensor(RNG, device="cuda")
+            passes = Passes(arm, shape)
             for kernel in ("forward", "dq", "dkdv"):
-                calls, kept = [], []
-                for job in todo:
-                    if job[:3] == (arm, shape[3], kernel) and right(job, answers.get(job)):
-                        own = forward_spec(spec, job[3]) if kernel == "forward" else spec
-                        call = passes(own, qkv, do, rng)[kernel != "forward"]
-                        calls.append(lambda call=call, own=own, job=job: chosen(own, job, call))
-                        kept.append(job[3])
-                if not kept:
-                    continue
+                kept = [job[3] for job in todo if job[:3] == (arm, shape[3], kernel) and right(job, answers[job])]
                 if time.monotonic() - start > args.seconds:
                     print(f"stopped after {args.seconds} s before {shape} {arm} {kernel}")
                     return write(args.out, tune=rows)
-                times = clock.medians(calls, args.rounds)
-                found = sorted(zip(times, kept, strict=True))
-                for ms, tile in found:
-                    rows.append(dict(zip("BHTD", shape, strict=True)) | dict(
-                        arm=arm, kernel=kernel, tile=str(flash.Tile(*tile)), ms=ms,
-                        differ=answers[arm, shape[3], kernel, tile]["differ"]))
+                times = clock.medians([partial(passes.preset, kernel, passes.spec.tile_k),
+                                       *(partial(passes.with_tile, kernel, tile) for tile in kept)], args.rounds)
+                names = ["preset", *(str(tile_of(tile)) for tile in kept)]
+                found = sorted(zip(times, names, strict=True))
+                rows += [dict(zip("BHTD", shape, strict=True)) | dict(arm=arm, kernel=kernel, tile=name, ms=ms)
+                         for ms, name in found]
                 print(f"{','.join(map(str, shape)):14s} {arm:10s} {kernel:8s}" + "  ".join(
-                    f"{flash.Tile(*tile)} {ms:.3f}" for ms, tile in found), flush=True)
-            del qkv, do, calls
-        write(args.out, tune=rows)
+                    f"{name} {ms:.3f}" for ms, name in found), flush=True)
+            write(args.out, tune=rows)
 
 
 def sdpa(shape):
@@ -207,12 +183,3 @@ def sdpa(shape):
     o = run(*qkv, is_causal=True)
     plain = [x.detach() for x in qkv]
     return [lambda: run(*plain, is_causal=True), lambda: torch.autograd.grad(o, qkv, do, retain_graph=True)]
-
-
-def chosen(spec, job, call):
-    with Chosen(spec, job[1], job[2], job[3]):
-        return call()
-
-
-if __name__ == "__main__":
-    work(sys.argv[1])
