@@ -166,7 +166,6 @@ def main(argv=None):
     parser.add_argument("--rounds", type=int, default=30, help="timed calls of each pass of each backend")
     parser.add_argument("--seconds", type=float, default=120, help="budget of --tune, --check and of builds")
     parser.add_argument("--workers", type=int, default=12, help="processes that build; 0 builds on the way")
-    parser.add_argument("--specialised", action="store_true", help="--tune: only kernels of specialised warps")
     parser.add_argument("--out", help="JSON file")
     for name in ("tune", "check", "bias", "memory", "build"):
         parser.add_argument(f"--{name}", action="store_true")

@@ -15,7 +15,7 @@ from scripts.bench_attention_common import RNG, Clock, parse_arm, parse_shapes, 
 from scripts.bench_attention_workers import building, spread
 
 TUNED = ("flash_fa2", "flash_bf16", "stabilized", "flash_fp32")
-LIMIT = 20  # seconds of a candidate that is built and compared
+LIMIT = 12  # seconds of a candidate that is built and compared
 
 # (head size, operands) -> kernel -> rows, keys, warps, stages, registers of its candidates and what loads: 0 threads,
 # 1 the copy engine, "ws1" and "ws2" warps of their own (bench_attention_specialised.py).
@@ -50,8 +50,8 @@ CANDIDATES = {
 
 
 def jobs(arms, shapes) -> list[tuple]:
-    """(arm, head size, kernel, tile) to try. The key tile of an arm that rounds P V is not free, and stabilized's
-    backward pass is flash_bf16's."""
+    """(arm, head size, kernel, tile) to try, the specialised ones last: they may hang. The key tile of an arm that
+    rounds P V is not free, and stabilized's backward pass is flash_bf16's."""
     found = []
     for D in sorted({shape[3] for shape in shapes}):
         for arm in arms:
@@ -61,7 +61,7 @@ def jobs(arms, shapes) -> list[tuple]:
                     fits = kernel != "forward" or spec.pv == "fp32" or tile[1] == spec.tile_k
                     if fits and (kernel == "forward" or spec.backend != "stabilized"):
                         found.append((arm, D, kernel, tile))
-    return found
+    return sorted(found, key=lambda job: isinstance(job[3][5], str))
 
 
 def tile_of(tile):
@@ -145,7 +145,7 @@ def right(job, answer) -> bool:
 def tune(args):
     start = time.monotonic()
     shapes, arms = parse_shapes(args.shapes), args.arms.split(",")
-    todo = [job for job in jobs(arms, shapes) if not args.specialised or isinstance(job[3][5], str)]
+    todo = jobs(arms, shapes)
     answers = dict(zip(todo, spread("scripts.bench_attention_tune:compare", todo, args.workers, LIMIT,
                                     start + 0.7 * args.seconds), strict=True))
     print(f"{sum(x is not None for x in answers.values())} of {len(todo)} candidates built and compared in "
