@@ -74,6 +74,9 @@ def work(function: str) -> None:
     os.dup2(2, 1)
     module, name = function.split(":")
     call = getattr(importlib.import_module(module), name)
+    torch = sys.modules.get("torch")
+    if torch and torch.cuda.is_available():
+        torch.empty(1, device="cuda")  # its start is not the first job's
     print(file=out, flush=True)
     for line in sys.stdin:
         try:
