@@ -49,10 +49,8 @@ def spread(function: str, jobs: list[tuple], workers: int, limit: float, end: fl
                 if line:
                     answers[i] = json.loads(line)
                 else:
-                    process.kill()
-                    process = None
-        if process is not None:
-            process.kill()
+                    process = _end(process)
+        _end(process)
 
     threads = [threading.Thread(target=serve) for _ in range(min(workers, len(jobs)))]
     for thread in threads:
@@ -66,6 +64,14 @@ def _line(process, seconds: float) -> bytes:
     """The next line that the process prints; empty where there is none in time, or none any more."""
     ready = select.select([process.stdout], [], [], max(0.0, seconds))[0]
     return process.stdout.readline() if ready else b""
+
+
+def _end(process) -> None:
+    """Kills it, and waits for a GPU to be rid of what it ran."""
+    if process is not None:
+        process.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(10)
 
 
 def work(function: str) -> None:
