@@ -44,7 +44,8 @@ def describe_run(config, plan, group, trainer) -> dict:
         from attention.flash import describe_launch
 
         head = config.n_embd // config.n_head
-        info["launch"] = sorted({describe_launch(spec, head, group.device) for spec in triton})
+        info["launch"] = sorted({describe_launch(spec, head, group.device, config.block_size,
+                                                 getattr(torch, config.dtype)) for spec in triton})
     return info
 
 

@@ -4,6 +4,11 @@ Launch configurations are pinned per GPU generation, head size and operand forma
 replay execute the same code; `scripts/bench_attention.py --tune` finds them, nothing tunes while training. A row's
 result depends on spec.tile_k alone. Every other size below only moves the order of FP32 sums between programs that
 do not share a row (forward, dQ) or a key (dK, dV), and is printed by `describe_launch`.
+
+Where a tile says so and `fitted` allows it, Hopper's copy engine loads by descriptors (TMA). The host makes them: they
+travel by value in the launch, so CUDA graphs keep their own copy, streams share nothing, and no memory is needed. A
+kernel that made its own would need 128 bytes of global memory a descriptor and program, from an allocator that all of
+Triton shares, and would wait for them.
 """
 
 import contextlib
@@ -14,6 +19,7 @@ from typing import NamedTuple
 import torch
 import triton
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from attention import kernels, tiles
 from attention.op import NOTHING, differentiable, output_like
@@ -26,18 +32,20 @@ INTERPRET = tiles.INTERPRET.value
 
 
 class Tile(NamedTuple):
-    """rows x keys of one step of a kernel, warps of a program, stages of its load pipeline, and the registers of a
-    thread where the compiler must use fewer than it would, so that one more program fits (0: its choice)."""
+    """rows x keys of one step of a kernel, warps of a program, stages of its load pipeline, the registers of a thread
+    where the compiler must use fewer than it would, so that one more program fits (0: its choice), and whether the copy
+    engine loads."""
 
     rows: int
     keys: int
     warps: int
     stages: int
     registers: int = 0
+    tma: bool = False
 
     def __str__(self):
         registers = f"/{self.registers}r" if self.registers else ""
-        return f"{self.rows}x{self.keys}/{self.warps}w/{self.stages}s{registers}"
+        return f"{self.rows}x{self.keys}/{self.warps}w/{self.stages}s{registers}{'/tma' if self.tma else ''}"
 
 
 class Launch(NamedTuple):
@@ -48,10 +56,10 @@ class Launch(NamedTuple):
 
 # (generation, head size up to, operands). Generation 9: Hopper; 8 stands for every other one and needs 99 KB at most.
 LAUNCHES = {
-    (9, 64, "bf16"): Launch({128: Tile(64, 128, 4, 2, 168), 64: Tile(64, 64, 4, 3, 128), 32: Tile(128, 32, 4, 3)},
-                            Tile(64, 64, 4, 2, 128), Tile(32, 64, 4, 3, 128)),
-    (9, 128, "bf16"): Launch({128: Tile(128, 128, 8, 2), 64: Tile(64, 64, 4, 3), 32: Tile(128, 32, 4, 3)},
-                             Tile(64, 64, 4, 2), Tile(64, 64, 4, 2)),
+    (9, 64, "bf16"): Launch({128: Tile(64, 128, 4, 2, 168, True), 64: Tile(64, 64, 4, 3, 128), 32: Tile(128, 32, 4, 3)},
+                            Tile(64, 64, 4, 2, 128, True), Tile(32, 64, 4, 3, 128, True)),
+    (9, 128, "bf16"): Launch({128: Tile(128, 128, 8, 2), 64: Tile(64, 64, 4, 3, 0, True), 32: Tile(128, 32, 4, 3)},
+                             Tile(64, 64, 4, 2, 0, True), Tile(64, 64, 4, 2)),
     (9, 64, "fp32"): Launch({128: Tile(64, 128, 4, 1), 64: Tile(64, 64, 4, 2), 32: Tile(64, 32, 4, 2)},
                             Tile(64, 32, 4, 2), Tile(32, 128, 8, 2)),
     (9, 128, "fp32"): Launch({128: Tile(64, 128, 8, 1), 64: Tile(64, 64, 8, 1), 32: Tile(64, 32, 4, 1)},
@@ -84,16 +92,43 @@ def launch_for(spec: AttentionSpec, head_size: int, device: torch.device) -> tup
     launch = LAUNCHES[key]
     keys = min(spec.tile_k or LARGEST_TILE, LARGEST_TILE)
     tile = launch.forward[max(keys, 32)]
-    rows = min(tile.rows, max(spec.tile_q, 16))
-    return key, launch._replace(forward={keys: tile._replace(rows=rows, keys=min(keys, tile.keys))})
+    tile = tile._replace(rows=min(tile.rows, max(spec.tile_q, 16)), keys=min(keys, tile.keys))
+    return key, launch._replace(forward={keys: tile._replace(tma=tile.tma and not _is_wide(spec, tile))})
 
 
-def describe_launch(spec: AttentionSpec, head_size: int, device: torch.device | str) -> str:
-    """One line for the run header: the tile, warps and stages of each kernel."""
+def _is_wide(spec: AttentionSpec, tile: Tile) -> bool:
+    """Whether a step of the online softmax takes more than one tile of the forward kernel."""
+    return spec.tile_k == FULL or spec.tile_k > tile.keys
+
+
+def fitted(tile: Tile, *tensors: Tensor) -> Tile:
+    """tile, loading by pointers where descriptors cannot: other loads of the same values, so the same results, bit for
+    bit. A descriptor sees (B, H, T, D) as a BF16 matrix, tokens by columns, and loads whole tiles of it."""
+    *_, T, D = tensors[0].shape
+    return tile._replace(tma=_whole(tile, T, D, tensors[0].dtype) and all(map(_is_matrix, tensors)))
+
+
+def _whole(tile: Tile, T: int, D: int, dtype: torch.dtype) -> bool:
+    return (tile.tma and not INTERPRET and dtype == torch.bfloat16 and D in (64, 128)
+            and T % max(tile.rows, tile.keys) == 0)
+
+
+def _is_matrix(x: Tensor) -> bool:
+    """Whether x (B, H, T, D) is B T tokens by (at least) H D columns, aligned as the copy engine needs it."""
+    B, H, T, D = x.shape
+    batch, head, token, _ = x.stride()
+    return ((batch == T * token or B == 1) and ((H - 1) * head + D <= token or H == 1) and B * T < 2**31
+            and x.dtype == torch.bfloat16 and token % 8 == 0 and x.data_ptr() % 16 == 0)
+
+
+def describe_launch(spec: AttentionSpec, head_size: int, device: torch.device | str, T: int, dtype: torch.dtype) -> str:
+    """One line for the run header: the tile, warps and stages of each kernel, for T tokens of this dtype."""
     (generation, size, operands), launch = launch_for(spec, head_size, torch.device(device))
     (forward,) = launch.forward.values()
-    return (f"triton {triton.__version__} gen{generation} D<={size} {operands}: forward={forward} dq={launch.dq} "
-            f"dkdv={launch.dkdv} (rows x keys/warps/stages/registers)")
+    tiles = {name: tile._replace(tma=_whole(tile, T, head_size, dtype))
+             for name, tile in (("forward", forward), ("dq", launch.dq), ("dkdv", launch.dkdv))}
+    return (f"triton {triton.__version__} gen{generation} D<={size} {operands}: "
+            + " ".join(f"{name}={tile}" for name, tile in tiles.items()) + " (rows x keys/warps/stages/registers)")
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, rng: Tensor, spec: AttentionSpec,
@@ -103,17 +138,19 @@ def forward(q: Tensor, k: Tensor, v: Tensor, rng: Tensor, spec: AttentionSpec,
     (B, H, T, D), device = q.shape, q.device
     _, launch = launch_for(spec, D, device)
     (tile,) = launch.forward.values()
-    wide = spec.tile_k == FULL or spec.tile_k > tile.keys
     o = output_like(q, spec.stores_fp32)
     lse = torch.empty((B, H, T), device=device, dtype=torch.float32)
     ties = torch.empty((B, H, T) if want_stats else NOTHING, device=device, dtype=torch.int32)
     row_max = torch.empty((B, H, T) if want_stats else NOTHING, device=device, dtype=torch.float32)
     q, k, v = _rows(q), _rows(k), _rows(v)
+    tile = fitted(tile, q, k, v)
     with _on(device):
         kernels.forward_kernel[(_programs(B * H, T, tile.rows),)](
-            q, k, v, o, lse, ties, row_max, rng, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *o.stride()[:3],
+            q, k, v, *_descriptors(tile, q, k, v), o, lse, ties, row_max, rng,
+            *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *o.stride()[:3],
             H, T, spec.tile_k or T, B * H, _group(k, B * H),
-            **_switches(spec, D), **_forward_switches(spec, D), **_sizes(D, T, tile), STATS=want_stats, WIDE=wide)
+            **_switches(spec, D), **_forward_switches(spec, D), **_sizes(D, T, tile), STATS=want_stats,
+            WIDE=_is_wide(spec, tile))
     return o, lse, ties, row_max
 
 
@@ -121,22 +158,32 @@ def backward(do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor
              spec: AttentionSpec) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv as op.differentiable describes them."""
     _check(q, spec)
-    (B, H, T, D), device = q.shape, q.device
-    _, launch = launch_for(spec, D, device)
+    _, launch = launch_for(spec, q.shape[3], q.device)
     dq, dk, dv = (output_like(q, False) for _ in range(3))
-    delta = torch.empty((B, H, T), device=device, dtype=torch.float32)
-    do, q, k, v, o = _rows(do), _rows(q), _rows(k), _rows(v), _rows(o)
-    lse = lse.contiguous()
-    inputs = [s for x in (q, k, v) for s in x.stride()[:3]]
-    common = _switches(spec, D) | {"ALPHA": D**-0.5}
-    with _on(device):
-        kernels.dq_kernel[(_programs(B * H, T, launch.dq.rows),)](
-            q, k, v, o, do, lse, delta, dq, *inputs, *o.stride()[:3], *do.stride()[:3], *dq.stride()[:3],
-            H, T, B * H, _group(k, B * H), **common, **_sizes(D, T, launch.dq), DELTA=spec.delta)
-        kernels.dkdv_kernel[(_programs(B * H, T, launch.dkdv.keys),)](
-            q, k, v, do, lse, delta, dk, dv, *inputs, *do.stride()[:3], *dk.stride()[:3],
-            H, T, B * H, _group(k, B * H), **common, **_sizes(D, T, launch.dkdv))
+    delta = torch.empty(q.shape[:3], device=q.device, dtype=torch.float32)
+    do, q, k, v, o, lse = _rows(do), _rows(q), _rows(k), _rows(v), _rows(o), lse.contiguous()
+    with _on(q.device):
+        launch_dq(launch.dq, spec, do, q, k, v, o, lse, delta, dq)
+        launch_dkdv(launch.dkdv, spec, do, q, k, v, lse, delta, dk, dv)
     return dq, dk, dv
+
+
+def launch_dq(tile: Tile, spec: AttentionSpec, do, q, k, v, o, lse, delta, dq) -> None:
+    """Writes delta and dq."""
+    (B, H, T, D), tile = q.shape, fitted(tile, q, k, v, do)
+    kernels.dq_kernel[(_programs(B * H, T, tile.rows),)](
+        q, k, v, *_descriptors(tile, q, k, v, do), o, do, lse, delta, dq, *q.stride()[:3], *k.stride()[:3],
+        *v.stride()[:3], *o.stride()[:3], *do.stride()[:3], *dq.stride()[:3], H, T, B * H, _group(k, B * H),
+        **_switches(spec, D), **_sizes(D, T, tile), ALPHA=D**-0.5, DELTA=spec.delta)
+
+
+def launch_dkdv(tile: Tile, spec: AttentionSpec, do, q, k, v, lse, delta, dk, dv) -> None:
+    """Writes dk and dv."""
+    (B, H, T, D), tile = q.shape, fitted(tile, q, k, v, do)
+    kernels.dkdv_kernel[(_programs(B * H, T, tile.keys),)](
+        q, k, v, *_descriptors(tile, q, k, v, do), do, lse, delta, dk, dv, *q.stride()[:3], *k.stride()[:3],
+        *v.stride()[:3], *do.stride()[:3], *dk.stride()[:3], H, T, B * H, _group(k, B * H),
+        **_switches(spec, D), **_sizes(D, T, tile), ALPHA=D**-0.5)
 
 
 flash = differentiable("lpattn::flash", forward, backward)
@@ -171,7 +218,20 @@ def _unit(spec: AttentionSpec, D: int) -> tuple[float, float]:
 def _sizes(D: int, T: int, tile: Tile) -> dict:
     options = {"maxnreg": tile.registers} if tile.registers and not INTERPRET else {}
     return dict(D=D, DP=max(16, triton.next_power_of_2(D)), BLOCK_M=tile.rows, BLOCK_N=tile.keys,
-                EVEN=T % max(tile.rows, tile.keys) == 0, num_warps=tile.warps, num_stages=tile.stages, **options)
+                EVEN=T % max(tile.rows, tile.keys) == 0, TMA=tile.tma,
+                num_warps=tile.warps, num_stages=tile.stages, **options)
+
+
+def _descriptors(tile: Tile, q: Tensor, k: Tensor, v: Tensor, *do: Tensor) -> list:
+    """What the copy engine reads q, k, v and dO from: each as a matrix of tokens, in tiles of rows or of keys."""
+    operands = [(q, tile.rows), (k, tile.keys), (v, tile.keys), *((x, tile.rows) for x in do)]
+    return [descriptor(x, rows) if tile.tma else None for x, rows in operands]
+
+
+def descriptor(x: Tensor, rows: int) -> TensorDescriptor:
+    B, H, T, D = x.shape
+    _, head, token, _ = x.stride()
+    return TensorDescriptor(x, [B * T, (H - 1) * head + D], [token, 1], [rows, D])
 
 
 def _programs(heads: int, T: int, block: int) -> int:

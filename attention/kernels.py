@@ -23,6 +23,7 @@ from attention.tiles import (
     divide_rows,
     dot,
     load_rows,
+    load_tile,
     narrow,
     operand,
     round_bf16,
@@ -123,14 +124,14 @@ def count_ties(above, rm, KEYS: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["H", "TILE", "HEADS", "GROUP"])
-def forward_kernel(p_q, p_k, p_v, p_o, p_lse, p_ties, p_row_max, p_rng,
+def forward_kernel(p_q, p_k, p_v, d_q, d_k, d_v, p_o, p_lse, p_ties, p_row_max, p_rng,
                    sqb, sqh, sqt, skb, skh, skt, svb, svh, svt, sob, soh, sot, H, T, TILE, HEADS, GROUP,
                    D: tl.constexpr, DP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EVEN: tl.constexpr,
                    UNIT: tl.constexpr, LOG2: tl.constexpr, SCALE: tl.constexpr, SOFTCAP: tl.constexpr,
                    BF16: tl.constexpr, SCORES: tl.constexpr, PROBS: tl.constexpr, ROW_SUM: tl.constexpr,
                    PV: tl.constexpr, OUTPUT: tl.constexpr, FP32_HEADS: tl.constexpr, RULE: tl.constexpr,
                    BETA: tl.constexpr, CAP: tl.constexpr, ONE: tl.constexpr, SHIFT: tl.constexpr, EPSILON: tl.constexpr,
-                   STATS: tl.constexpr, WIDE: tl.constexpr, DOTS: tl.constexpr):
+                   STATS: tl.constexpr, WIDE: tl.constexpr, DOTS: tl.constexpr, TMA: tl.constexpr):
     """O, L and row statistics of one block of rows (paper Algorithm 1).
 
     A tile of BLOCK_N keys is one step of the online softmax. WIDE: a step is TILE keys (up to the whole row), in parts
@@ -144,11 +145,12 @@ def forward_kernel(p_q, p_k, p_v, p_o, p_lse, p_ties, p_row_max, p_rng,
     p_q += b * sqb + tl.cast(h, tl.int64) * sqh
     p_k += b * skb + tl.cast(h, tl.int64) * skh
     p_v += b * svb + tl.cast(h, tl.int64) * svh
+    token = head // H * T  # where the head's rows begin in the matrices that descriptors see: see load_tile
     p_o += b * sob + tl.cast(h, tl.int64) * soh
     rows = start + tl.arange(0, BLOCK_M)
     end = tl.minimum(start + BLOCK_M, T)
 
-    b_q = operand(load_rows(p_q, start, sqt, T, BLOCK_M, D, DP, not EVEN), BF16)
+    b_q = operand(load_tile(p_q, d_q, token, h * sqh, start, sqt, T, BLOCK_M, D, DP, not EVEN, TMA), BF16)
     m = tl.full((BLOCK_M,), -float("inf"), tl.float32)
     l = tl.zeros((BLOCK_M,), tl.float32)
     acc = tl.zeros((BLOCK_M, DP), tl.float32)
@@ -193,7 +195,7 @@ def forward_kernel(p_q, p_k, p_v, p_o, p_lse, p_ties, p_row_max, p_rng,
         below = (start + 1) // BLOCK_N * BLOCK_N  # tiles before this key have no mask in any row of the block
         tl.assume(end > 0)
         for n in range(0, end, BLOCK_N):
-            b_k = operand(load_rows(p_k, n, skt, T, BLOCK_N, D, DP, not EVEN), BF16)
+            b_k = operand(load_tile(p_k, d_k, token, h * skh, n, skt, T, BLOCK_N, D, DP, not EVEN, TMA), BF16)
             x = scores(b_q, b_k, SCORES, SCALE, SOFTCAP, DOTS)
             if n >= below:
                 x = mask(x, rows, n, BLOCK_N, MASKED)
@@ -207,7 +209,7 @@ def forward_kernel(p_q, p_k, p_v, p_o, p_lse, p_ties, p_row_max, p_rng,
             l = l * a + tl.sum(b_p, 1)
             if ROW_SUM == "bf16":
                 l = round_bf16(l)
-            b_v = operand(load_rows(p_v, n, svt, T, BLOCK_N, D, DP, not EVEN), BF16)
+            b_v = operand(load_tile(p_v, d_v, token, h * svh, n, svt, T, BLOCK_N, D, DP, not EVEN, TMA), BF16)
             b_p = cast_p(b_p, PROBS)
             if PV == "bf16":
                 acc = add_tile(acc, dot(b_p, b_v, None, DOTS), a, PV)
@@ -245,12 +247,12 @@ def gradient_of_scores(b_p, dp, delta, x, SCALE: tl.constexpr, SOFTCAP: tl.const
 
 
 @triton.jit(do_not_specialize=["H", "HEADS", "GROUP"])
-def dq_kernel(p_q, p_k, p_v, p_o, p_do, p_lse, p_delta, p_dq,
+def dq_kernel(p_q, p_k, p_v, d_q, d_k, d_v, d_do, p_o, p_do, p_lse, p_delta, p_dq,
               sqb, sqh, sqt, skb, skh, skt, svb, svh, svt, sob, soh, sot, sgb, sgh, sgt,
               sxb, sxh, sxt, H, T, HEADS, GROUP,
               D: tl.constexpr, DP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EVEN: tl.constexpr,
               ALPHA: tl.constexpr, UNIT: tl.constexpr, LOG2: tl.constexpr, SCALE: tl.constexpr, SOFTCAP: tl.constexpr,
-              BF16: tl.constexpr, SCORES: tl.constexpr, DELTA: tl.constexpr, DOTS: tl.constexpr):
+              BF16: tl.constexpr, SCORES: tl.constexpr, DELTA: tl.constexpr, DOTS: tl.constexpr, TMA: tl.constexpr):
     """alpha * delta, stored for the dK/dV kernel, and dQ = dS K, of one block of rows (paper Algorithm 2).
 
     dO is read here anyway, so delta costs one read of O. The other two rules take one more pass over the keys:
@@ -260,15 +262,18 @@ def dq_kernel(p_q, p_k, p_v, p_o, p_do, p_lse, p_delta, p_dq,
     block, head = assign(blocks, HEADS, GROUP)
     start = (blocks - 1 - block) * BLOCK_M
     b, h = tl.cast(head // H, tl.int64), tl.cast(head % H, tl.int64)
+    p_q += b * sqb + h * sqh
     p_k += b * skb + h * skh
     p_v += b * svb + h * svh
+    p_do += b * sgb + h * sgh
+    token, col = head // H * T, head % H  # where the head begins in the matrices that descriptors see: see load_tile
     rows = start + tl.arange(0, BLOCK_M)
     end = tl.minimum(start + BLOCK_M, T)
     below = (start + 1) // BLOCK_N * BLOCK_N
     p_rows = tl.cast(head, tl.int64) * T + rows
 
-    b_q = operand(load_rows(p_q + b * sqb + h * sqh, start, sqt, T, BLOCK_M, D, DP, not EVEN), BF16)
-    b_do = operand(load_rows(p_do + b * sgb + h * sgh, start, sgt, T, BLOCK_M, D, DP, not EVEN), BF16)
+    b_q = operand(load_tile(p_q, d_q, token, col * sqh, start, sqt, T, BLOCK_M, D, DP, not EVEN, TMA), BF16)
+    b_do = operand(load_tile(p_do, d_do, token, col * sgh, start, sgt, T, BLOCK_M, D, DP, not EVEN, TMA), BF16)
     m = tl.load(p_lse + p_rows, mask=rows < T, other=0.0) * (1 / UNIT)
     if DELTA == "do_o":
         b_o = load_rows(p_o + b * sob + h * soh, start, sot, T, BLOCK_M, D, DP, not EVEN).to(tl.float32)
@@ -276,8 +281,8 @@ def dq_kernel(p_q, p_k, p_v, p_o, p_do, p_lse, p_delta, p_dq,
     else:
         delta = tl.zeros((BLOCK_M,), tl.float32)
         for n in range(0, end, BLOCK_N):
-            b_k = operand(load_rows(p_k, n, skt, T, BLOCK_N, D, DP, not EVEN), BF16)
-            b_v = operand(load_rows(p_v, n, svt, T, BLOCK_N, D, DP, not EVEN), BF16)
+            b_k = operand(load_tile(p_k, d_k, token, col * skh, n, skt, T, BLOCK_N, D, DP, not EVEN, TMA), BF16)
+            b_v = operand(load_tile(p_v, d_v, token, col * svh, n, svt, T, BLOCK_N, D, DP, not EVEN, TMA), BF16)
             x = scores(b_q, b_k, SCORES, SCALE, SOFTCAP, DOTS)
             x = mask(x, rows, n, BLOCK_N, MASKED)
             dp = dot(b_do, tl.trans(b_v), None, DOTS)
@@ -290,8 +295,8 @@ def dq_kernel(p_q, p_k, p_v, p_o, p_do, p_lse, p_delta, p_dq,
     acc = tl.zeros((BLOCK_M, DP), tl.float32)
     tl.assume(end > 0)
     for n in range(0, end, BLOCK_N):
-        b_k = operand(load_rows(p_k, n, skt, T, BLOCK_N, D, DP, not EVEN), BF16)
-        b_v = operand(load_rows(p_v, n, svt, T, BLOCK_N, D, DP, not EVEN), BF16)
+        b_k = operand(load_tile(p_k, d_k, token, col * skh, n, skt, T, BLOCK_N, D, DP, not EVEN, TMA), BF16)
+        b_v = operand(load_tile(p_v, d_v, token, col * svh, n, svt, T, BLOCK_N, D, DP, not EVEN, TMA), BF16)
         x = scores(b_q, b_k, SCORES, SCALE, SOFTCAP, DOTS)
         dp = dot(b_do, tl.trans(b_v), None, DOTS)
         b_p = tl.exp2((x - m[:, None]) * LOG2)
@@ -307,11 +312,11 @@ def dq_kernel(p_q, p_k, p_v, p_o, p_do, p_lse, p_delta, p_dq,
 
 
 @triton.jit(do_not_specialize=["H", "HEADS", "GROUP"])
-def dkdv_kernel(p_q, p_k, p_v, p_do, p_lse, p_delta, p_dk, p_dv,
+def dkdv_kernel(p_q, p_k, p_v, d_q, d_k, d_v, d_do, p_do, p_lse, p_delta, p_dk, p_dv,
                 sqb, sqh, sqt, skb, skh, skt, svb, svh, svt, sgb, sgh, sgt, sxb, sxh, sxt, H, T, HEADS, GROUP,
                 D: tl.constexpr, DP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EVEN: tl.constexpr,
                 ALPHA: tl.constexpr, UNIT: tl.constexpr, LOG2: tl.constexpr, SCALE: tl.constexpr, SOFTCAP: tl.constexpr,
-                BF16: tl.constexpr, SCORES: tl.constexpr, DOTS: tl.constexpr):
+                BF16: tl.constexpr, SCORES: tl.constexpr, DOTS: tl.constexpr, TMA: tl.constexpr):
     """dV = P^T dO and dK = dS^T Q of one block of BLOCK_N keys, over tiles of BLOCK_M rows (paper Algorithm 2).
 
     Everything is computed transposed, S^T = K Q^T, so that P^T and dS^T feed the next product from registers.
@@ -321,20 +326,23 @@ def dkdv_kernel(p_q, p_k, p_v, p_do, p_lse, p_delta, p_dk, p_dv,
     start = block * BLOCK_N  # early keys have the most rows: long blocks first
     b, h = tl.cast(head // H, tl.int64), tl.cast(head % H, tl.int64)
     p_q += b * sqb + h * sqh
+    p_k += b * skb + h * skh
+    p_v += b * svb + h * svh
     p_do += b * sgb + h * sgh
+    token, col = head // H * T, head % H  # where the head begins in the matrices that descriptors see: see load_tile
     p_lse += tl.cast(head, tl.int64) * T
     p_delta += tl.cast(head, tl.int64) * T
     keys = start + tl.arange(0, BLOCK_N)
     first = start // BLOCK_M * BLOCK_M
     below = tl.minimum(tl.cdiv(start + BLOCK_N - 1, BLOCK_M) * BLOCK_M, T)  # rows from here on see every key
 
-    b_k = operand(load_rows(p_k + b * skb + h * skh, start, skt, T, BLOCK_N, D, DP, not EVEN), BF16)
-    b_v = operand(load_rows(p_v + b * svb + h * svh, start, svt, T, BLOCK_N, D, DP, not EVEN), BF16)
+    b_k = operand(load_tile(p_k, d_k, token, col * skh, start, skt, T, BLOCK_N, D, DP, not EVEN, TMA), BF16)
+    b_v = operand(load_tile(p_v, d_v, token, col * svh, start, svt, T, BLOCK_N, D, DP, not EVEN, TMA), BF16)
     b_dk, b_dv = tl.zeros((BLOCK_N, DP), tl.float32), tl.zeros((BLOCK_N, DP), tl.float32)
     tl.assume(first < T)
     for r in range(first, T, BLOCK_M):
         rows = r + tl.arange(0, BLOCK_M)
-        b_q = operand(load_rows(p_q, r, sqt, T, BLOCK_M, D, DP, not EVEN), BF16)
+        b_q = operand(load_tile(p_q, d_q, token, col * sqh, r, sqt, T, BLOCK_M, D, DP, not EVEN, TMA), BF16)
         if EVEN:
             m = tl.load(p_lse + rows)
             delta = tl.load(p_delta + rows)
@@ -346,7 +354,7 @@ def dkdv_kernel(p_q, p_k, p_v, p_do, p_lse, p_delta, p_dk, p_dv,
         b_p = tl.exp2((x - m[None, :]) * LOG2)
         if r < below:  # as in `mask`
             b_p = tl.where((tl.arange(0, BLOCK_M)[None, :] - (keys - r)[:, None]) >= 0, b_p, 0.0)
-        b_do = operand(load_rows(p_do, r, sgt, T, BLOCK_M, D, DP, not EVEN), BF16)
+        b_do = operand(load_tile(p_do, d_do, token, col * sgh, r, sgt, T, BLOCK_M, D, DP, not EVEN, TMA), BF16)
         b_dv = dot(operand(b_p, BF16), b_do, b_dv, DOTS)
         dp = dot(b_v, tl.trans(b_do), None, DOTS)
         if SCORES == "bf16":

@@ -152,6 +152,17 @@ def load_rows(p, start, stride, T, ROWS: tl.constexpr, D: tl.constexpr, DP: tl.c
 
 
 @triton.jit
+def load_tile(p, d, token, column, start, stride, T, ROWS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+              CHECK: tl.constexpr, TMA: tl.constexpr):
+    """As `load_rows`, or by the copy engine from d, a descriptor of the (B T, H D) matrix in which the head begins at
+    (token, column)."""
+    if TMA:
+        return d.load([token + start, column])
+    else:
+        return load_rows(p, start, stride, T, ROWS, D, DP, CHECK)
+
+
+@triton.jit
 def store_rows(p, x, start, stride, T, ROWS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr):
     r, d = tl.arange(0, ROWS), tl.arange(0, DP)
     p = p + tl.cast(start, tl.int64) * stride + (r[:, None] * stride + d[None, :])

@@ -3,25 +3,29 @@
     python scripts/bench_attention.py                      # the table, and results/bench_attention.json
     python scripts/bench_attention.py --tune --seconds=120 # best launch configurations, ready to paste into flash.py
     python scripts/bench_attention.py --check              # per switch: entries that differ from `emulated`
+    python scripts/bench_attention.py --bias               # errors against float64 where row maxima repeat
     python scripts/bench_attention.py --memory             # peak memory beyond what must exist
 
 Times are medians of single calls between CUDA events, backends taking turns within each round, with the L2 cache
 overwritten before each call and the GPU held back until the CPU has launched it. q, k, v are views of one
-(B, T, 3, H, D) tensor and dO is a transposed (B, T, H, D) tensor, as in training. Needs a CUDA GPU.
+(B, T, 3, H, D) tensor and dO is a transposed (B, T, H, D) tensor, as in training. Kernels are built first, by
+--workers processes; --build does only that, for every other mode. Needs a CUDA GPU.
 """
 
 import argparse
 import sys
+import time
 from pathlib import Path
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from attention import attend
-from scripts.bench_attention_check import check
+from attention import AttentionSpec, attend
+from scripts.bench_attention_check import bias, check, needs
 from scripts.bench_attention_common import Clock, parse_arm, parse_shapes, tensors, write
-from scripts.bench_attention_tune import TUNED, tune
+from scripts.bench_attention_tune import TUNED, jobs, tune
+from scripts.bench_attention_workers import build_all, builds, spread
 
 SHAPES = "32,12,1024,64;16,16,1024,64;16,12,2048,64;8,12,4096,64;16,12,1024,128"
 ARMS = ("sdpa,flash_fa2,flash_bf16,stabilized,flash_bf16+stats,stabilized+stats,flash_fp32,standard,sdpa/float32,"
@@ -80,7 +84,27 @@ def table(rows) -> str:
     return "\n".join(lines)
 
 
+def needed(args):
+    """What `bench` launches, for `builds`."""
+    shapes = parse_shapes(args.shapes)
+    return [(dict(backend=spec.backend, tile_k=spec.tile_k), dtype, *shape[2:], stats) for name in args.arms.split(",")
+            for spec, stats, dtype in [parse_arm(name)] for shape in shapes]
+
+
+def build(args):
+    """Builds what every mode launches."""
+    start = time.monotonic()
+    build_all(builds(needed(args) + needs()), args.workers, start + args.seconds)
+    todo = jobs(TUNED[:2], parse_shapes(args.shapes))
+    answers = spread("scripts.bench_attention_tune:build", todo, args.workers, 60, start + args.seconds)
+    print(f"{answers.count(True)} of {len(todo)} candidates, all in {time.monotonic() - start:.0f} s")
+    for job, answer in zip(todo, answers, strict=True):
+        if answer is not True:
+            print("not built:", *job, "no answer" if answer is None else answer["error"])
+
+
 def bench(args):
+    build_all(builds(needed(args)), args.workers, time.monotonic() + args.seconds)
     rows, clock, names = [], Clock(), args.arms.split(",")
     for shape in parse_shapes(args.shapes):
         calls, kept, found = [], [], []
@@ -109,23 +133,30 @@ def bench(args):
 
 def memory(args):
     """Peak memory of forward and backward beyond inputs and dO, over O, L, delta and the gradients."""
-    rows, shape = [], parse_shapes(args.shapes)[0]
-    for backend in ("flash_bf16", "stabilized", "flash_fp32"):
-        spec, _, dtype = parse_arm(backend)
-        qkv, do = tensors(shape, dtype)
-        grad = do.float() if spec.stores_fp32 else do
+    rows = []
+    for shape in parse_shapes(args.shapes):
+        for backend in ("flash_fa2", "flash_bf16", "stabilized", "flash_fp32"):
+            spec, (qkv, do) = AttentionSpec(backend), tensors(shape, torch.bfloat16)
+            extra, needed = peak(qkv, do.float() if spec.stores_fp32 else do, spec)
+            rows.append(dict(zip("BHTD", shape, strict=True)) | dict(backend=backend, extra=extra, needed=needed))
+            print(f"{','.join(map(str, shape)):16s} {backend:13s} peak extra {extra / 2**20:8.2f} MiB, O + L + delta + "
+                  f"gradients {needed / 2**20:8.2f} MiB", flush=True)
+    write(args.out, memory=rows)
+
+
+def peak(qkv, do, spec) -> tuple[int, int]:
+    """(bytes that forward and backward ask for at their peak, bytes of O, L, delta and the gradients). The first call
+    leaves behind what exists once."""
+    for _ in range(2):
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
+        before = torch.cuda.memory_stats()["requested_bytes.all.current"]
         o = attend(*qkv, spec)
-        grads = torch.autograd.grad(o, qkv, grad)
-        extra = torch.cuda.max_memory_allocated() - before
-        B, H, T, _ = shape
-        needed = o.nbytes + sum(g.nbytes for g in grads) + 2 * 4 * B * H * T
-        rows.append(dict(zip("BHTD", shape, strict=True)) | dict(backend=backend, extra=extra, needed=needed))
-        print(f"{backend:13s} peak extra {extra / 2**20:8.1f} MiB, O + L + delta + gradients {needed / 2**20:8.1f} MiB")
-        del o, grads  # or the next backend's peak is measured from above them
-    write(args.out, memory=rows)
+        grads = torch.autograd.grad(o, qkv, do)
+        extra = torch.cuda.memory_stats()["requested_bytes.all.peak"] - before
+        needed = o.nbytes + sum(g.nbytes for g in grads) + 2 * 4 * o[..., 0].numel()
+        del o, grads
+    return extra, needed
 
 
 def main(argv=None):
@@ -133,9 +164,10 @@ def main(argv=None):
     parser.add_argument("--shapes", default=SHAPES, help="B,H,T,D;B,H,T,D;...")
     parser.add_argument("--arms", help="BACKEND[@TILE_K][+stats][/DTYPE],...; the first is the base")
     parser.add_argument("--rounds", type=int, default=30, help="timed calls of each pass of each backend")
-    parser.add_argument("--seconds", type=float, default=120, help="budget of --tune")
+    parser.add_argument("--seconds", type=float, default=120, help="budget of --tune, --check and of builds")
+    parser.add_argument("--workers", type=int, default=12, help="processes that build; 0 builds on the way")
     parser.add_argument("--out", help="JSON file")
-    for name in ("tune", "check", "memory"):
+    for name in ("tune", "check", "bias", "memory", "build"):
         parser.add_argument(f"--{name}", action="store_true")
     args = parser.parse_args(argv)
     args.arms = args.arms or (",".join(TUNED) if args.tune else ARMS)
@@ -146,9 +178,11 @@ def main(argv=None):
         parser.error(str(e))
     if args.tune and not set(arms) <= set(TUNED):
         parser.error(f"--tune times the kernels of {', '.join(TUNED)}; --arms={args.arms} names others")
+    if args.tune and args.workers < 1:
+        parser.error(f"--tune compares candidates in processes of their own; --workers={args.workers} gives it none")
     if not torch.cuda.is_available():
         sys.exit("bench_attention needs a CUDA GPU: it times kernels; on the CPU the tests compare their results")
-    mode = next((f for f in (tune, check, memory) if getattr(args, f.__name__)), bench)
+    mode = next((f for f in (tune, check, bias, memory, build) if getattr(args, f.__name__)), bench)
     args.out = args.out or f"results/bench_attention{'' if mode is bench else '_' + mode.__name__}.json"
     mode(args)
 

@@ -7,6 +7,7 @@ is what makes a run fail.
 import pytest
 import torch
 from attention_cases import FLASH, assert_within, bias, errors, exact, inputs, materialised, run, run_spec, spec
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from attention import attend
 from attention.emulated import emulated, trace
@@ -184,6 +185,20 @@ def test_the_operator_is_registered_correctly(switches):
     args = (q, k, v, torch.zeros(3, dtype=torch.int64), spec(**switches).key, True)
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
     assert set(torch.library.opcheck(emulated, args, test_utils=checks).values()) == {"SUCCESS"}
+
+
+def test_backward_pass_fills_no_gradients_of_statistics():
+    """L, ties and row maxima have no gradient; autograd would make tensors of zeros for them, as large as they are."""
+    class Log(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            names.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    names, xs = [], [torch.randn(1, 2, 20, 16).requires_grad_() for _ in range(3)]
+    o, *_ = emulated(*xs, torch.zeros(3, dtype=torch.int64), spec().key, True)
+    with Log():
+        torch.autograd.grad(o, xs, torch.ones_like(o))
+    assert "lpattn.emulated_backward.default" in names and not any("zero" in name for name in names), names
 
 
 def test_switches_of_the_kernels_alone_change_nothing():

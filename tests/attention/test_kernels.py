@@ -222,13 +222,63 @@ def test_rounding_helpers(worker):
 
 def test_launch_is_described_and_bad_input_refused(worker):
     spec = AttentionSpec(backend="flash_bf16")
-    line = worker.submit(interpreted.call, "describe_launch", spec, 64, "cpu").result()
+    line = worker.submit(interpreted.call, "describe_launch", spec, 64, "cpu", 1024, torch.float32).result()
     assert all(word in line for word in ("forward=", "dq=", "dkdv=", f"triton {TRITON}"))
     big = torch.zeros(1, 1, 2, 160)
     for tensor, words in ((big, "head sizes up to 128, got 160"), (big[..., :16].double(), "kernel=emulated"),
                           (big[..., :16].bfloat16(), "carry BF16 values in float32")):
         with pytest.raises(ValueError, match=words):
             flash(worker, [tensor] * 4, spec)
+
+
+def test_descriptors_are_for_whole_tiles_of_bf16_matrices(monkeypatch):
+    """What decides between descriptors and pointers: the tile, then length, head size and dtype, then the layout."""
+    from attention import flash
+
+    packed = torch.zeros(2, 256, 3, 4, 64, dtype=torch.bfloat16)
+    q = packed[:, :, 1].transpose(1, 2)
+    tile = flash.Tile(64, 128, 4, 2, 168, True)
+    assert flash.fitted(tile, q, q, q) == tile and str(tile) == "64x128/4w/2s/168r/tma"
+    d = flash.descriptor(q, 128)
+    assert d.base is q and d.shape == [512, 256] and d.strides == [768, 1] and d.block_shape == [128, 64]
+    assert flash._descriptors(tile._replace(tma=False), q, q, q) == [None] * 3
+
+    plain = tile._replace(tma=False)
+    shifted = torch.zeros(packed.numel() + 1, dtype=torch.bfloat16)[1:].view(packed.shape)[:, :, 1].transpose(1, 2)
+    odd = torch.zeros(2, 256, 4 * 64 + 4, dtype=torch.bfloat16)[..., :256].view(2, 256, 4, 64).transpose(1, 2)
+    for other in (q[:, :, :192], q[..., :32], q.float(), q.contiguous(), q[:, :, ::2].transpose(0, 1), shifted, odd,
+                  torch.zeros(1, 1, 1, 1, dtype=torch.bfloat16).expand(2, 4, 256, 64)):
+        assert flash.fitted(tile, other, other, other) == plain, (other.shape, other.stride())
+        if other.shape == q.shape:
+            assert flash.fitted(tile, q, q, other) == plain  # one is enough
+    assert flash.fitted(plain, q, q, q) == plain
+    one = torch.zeros(1, 1, 128, 64, dtype=torch.bfloat16)  # one sequence, one head: its other strides mean nothing
+    assert flash.fitted(tile, one, one, one) == tile
+    monkeypatch.setattr(flash, "INTERPRET", True)
+    assert flash.fitted(tile, q, q, q) == plain
+
+
+def test_what_is_described_is_what_fits(monkeypatch):
+    from attention import flash
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    bf16_, fp32 = torch.bfloat16, torch.float32
+    for choice, T, dtype, loads in (({}, 1024, bf16_, "forward dq dkdv"), ({}, 1024, fp32, ""), ({}, 1000, bf16_, ""),
+                                    ({}, 1088, bf16_, "dq dkdv"), (dict(tile_k=FULL), 1024, bf16_, "dq dkdv"),
+                                    (dict(backend="flash_fa2"), 1024, bf16_, "dq dkdv")):
+        line = flash.describe_launch(AttentionSpec(**choice), 64, "cuda", T, dtype)
+        found = [word.partition("=")[0] for word in line.split() if word.endswith("/tma")]
+        assert " ".join(found) == loads, (choice, T, dtype, line)
+
+
+def test_loads_by_descriptors(worker):
+    """Heads side by side in one matrix of tokens: the same tiles as by pointers. FP32, as the interpreter needs."""
+    packed = bf16(2, 128, 4, 2, 64)
+    q, k, v, do = (packed[:, :, i].transpose(1, 2) for i in range(4))
+    spec = AttentionSpec()
+    by_pointers = flash(worker, (q, k, v, do), spec)
+    found = worker.submit(interpreted.run_with_descriptors, q, k, v, do, RNG, spec.key).result()
+    assert all(torch.equal(by_pointers[name], found[name]) for name in (*EXACT, "lse"))
 
 
 def test_without_gpu_or_interpreter_the_kernels_are_refused():

@@ -2,6 +2,7 @@
 
 import json
 import math
+import time
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,8 @@ from attention.emulated import emulated
 from scripts.bench_attention import ARMS, SHAPES, errors, main, rows_of, table
 from scripts.bench_attention_check import CHECKED, SWITCHES
 from scripts.bench_attention_common import parse_arm, parse_shapes, write
-from scripts.bench_attention_tune import BF16_TILES, FP32_TILES, TUNED
+from scripts.bench_attention_tune import CANDIDATES, TUNED, jobs, tile_of
+from scripts.bench_attention_workers import builds, spread
 
 ROOT = Path(__file__).resolve().parents[2]
 COLUMNS = ["B", "H", "T", "D", "backend", "forward_ms", "backward_ms", "ratio_to_sdpa", "max_error",
@@ -50,14 +52,15 @@ def test_shapes():
 
 
 @pytest.mark.parametrize("argv, words", [(["--arms=nothing"], "no backend"), (["--shapes=1,2"], "B,H,T,D"),
-                                         (["--tune", "--arms=sdpa"], "--arms=sdpa names others")])
+                                         (["--tune", "--arms=sdpa"], "--arms=sdpa names others"),
+                                         (["--tune", "--workers=0"], "--workers=0")])
 def test_bad_flags_are_said_before_a_gpu_is_asked_for(argv, words, capsys):
     with pytest.raises(SystemExit) as stop:
         main(argv)
     assert stop.value.code == 2 and words in capsys.readouterr().err.splitlines()[-1]
 
 
-@pytest.mark.parametrize("argv", [[], ["--tune"], ["--check"], ["--memory"]])
+@pytest.mark.parametrize("argv", [[], ["--tune"], ["--check"], ["--bias"], ["--memory"], ["--build"]])
 def test_no_gpu(argv, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit, match="needs a CUDA GPU"):
@@ -127,7 +130,8 @@ def test_bench_writes_what_it_prints(tmp_path, monkeypatch, capsys):
 
     on_cpu(monkeypatch, bench)
     monkeypatch.setattr(bench, "Clock", Clock)
-    main(["--shapes=1,2,40,16;2,1,20,16", "--arms=sdpa,flash_bf16@16+stats", "--rounds=2", f"--out={tmp_path / 'a'}"])
+    main(["--shapes=1,2,40,16;2,1,20,16", "--arms=sdpa,flash_bf16@16+stats", "--rounds=2", "--workers=0",
+          f"--out={tmp_path / 'a'}"])
     rows = json.loads((tmp_path / "a").read_text())["rows"]
     assert [(row["T"], row["backend"], row["forward_ms"], row["backward_ms"]) for row in rows] == [
         (T, *row) for T in (40, 20) for row in (("sdpa", 2.0, 4.0), ("flash_bf16@16+stats", 6.0, 8.0))]
@@ -146,10 +150,40 @@ def test_check_counts_entries_that_differ(tmp_path, monkeypatch):
     monkeypatch.setattr(check, "CHECKED", (((1, 2, 128, 64), 1.0),))
     monkeypatch.setattr(check, "SWITCHES", [dict(backend="flash_fa2"), dict(stabilizer="paper", tile_k=32)])
     monkeypatch.setattr(check.flash, "flash", flash_with_one_wrong_entry)
-    main(["--check", f"--out={tmp_path / 'a'}"])
+    main(["--check", "--workers=0", f"--out={tmp_path / 'a'}"])
     for row in json.loads((tmp_path / "a").read_text())["check"]:
         assert row["o"]["differ"] == 1 / (2 * 128 * 64) and row["o"]["mean"] > 0 and row["o"]["finite"]
         assert all(row[name]["differ"] == row[name]["mean"] == 0 for name in ("dq", "dk", "dv", "lse", "ties"))
+
+
+def test_bias_is_that_of_the_rounding(tmp_path, monkeypatch):
+    """On tied rows flash_bf16 has the signed error of the paper's section 3, flash_fa2 and the cure a smaller one."""
+    on_cpu(monkeypatch, check)
+    monkeypatch.setattr(check, "BIASED", ((3.0, -0.5),))
+    monkeypatch.setattr(check, "BIASED_SHAPE", (2, 2, 256, 64))
+    monkeypatch.setattr(check, "BACKENDS", ("flash_fa2", "flash_bf16"))
+    monkeypatch.setattr(check.flash, "flash", emulated)
+    main(["--bias", "--workers=0", f"--out={tmp_path / 'a'}"])
+    fa2, bf16 = json.loads((tmp_path / "a").read_text())["bias"]
+    assert list(bf16) == ["q_scale", "v_mean", "backend", "kernel", "emulated", "tied"] and 0.5 < bf16["tied"] < 1
+    assert all(row["kernel"] == row["emulated"] for row in (fa2, bf16))
+    assert bf16["kernel"]["o"] > 10 * abs(fa2["kernel"]["o"]) and bf16["kernel"]["delta"] < 0
+
+
+def test_jobs_that_raise_or_hang_cost_no_other_job_its_answer():
+    jobs = [("1 + 1",), ("1 / 0",), ("__import__('time').sleep(60)",), ("2 + 2",), ("print('a line of its own') or 5",)]
+    found = spread("builtins:eval", jobs, 2, 1.5, time.monotonic() + 60)
+    assert found == [2, {"error": "ZeroDivisionError division by zero"}, None, 4, 5]
+    assert spread("builtins:eval", jobs[:1], 1, 10, time.monotonic() - 1) == [None]
+
+
+def test_builds_are_made_once():
+    """Statistics and the forward kernel's own switches leave the backward kernels as they are."""
+    cases = [(dict(backend=name), torch.bfloat16, T, 64, stats) for name in ("sdpa", "flash_bf16", "stabilized")
+             for T in (1024, 4096, 1000) for stats in (False, True)]
+    found = builds(cases)
+    assert len(found) == len({json.dumps(job) for job in found}) == 2 * 2 * 2 + 2
+    assert sorted(job[2] for job in found if job[4] is None) == [1000, 1024]
 
 
 @pytest.mark.parametrize("name", ["bench_attention.json", "attention/bench_stats_fp32.json"])
@@ -168,10 +202,13 @@ def test_committed_results(name):
 
 def test_candidates_and_switches():
     """A tile that appears twice costs GPU time, and a switch that is no spec costs the rest of the check."""
-    for tiles in (BF16_TILES, FP32_TILES):
+    for tiles in CANDIDATES.values():
         for which, candidates in tiles.items():
             assert which in flash.Launch._fields and len(set(candidates)) == len(candidates)
             assert all(rows & (rows - 1) == keys & (keys - 1) == 0 for rows, keys, *_ in candidates)
+            assert len({str(tile_of(tile)) for tile in candidates}) == len(candidates)
+    arms = {job[0] for job in jobs(TUNED, [(1, 1, 128, 64)]) if isinstance(job[3][5], str)}
+    assert arms == {"flash_fa2", "flash_bf16", "stabilized"}  # specialised kernels have BF16 operands alone
     assert len({AttentionSpec(**choice).key for choice in SWITCHES}) == len(SWITCHES)
     assert {choice.get("backend") for choice in SWITCHES[:4]} == set(TUNED)
     assert all(len(shape) == 4 and std > 0 for shape, std in CHECKED)
