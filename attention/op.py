@@ -60,6 +60,8 @@ def differentiable(name: str, forward: Callable, backward: Callable) -> Callable
         ctx.set_materialize_grads(False)  # or the backward pass begins by filling a gradient of L with zeros
 
     def grad(ctx, do, *_):
+        if do is None:  # not even O has a gradient
+            return (None,) * 6
         return (*op_backward(do, *ctx.saved_tensors, ctx.spec), None, None, None)
 
     op.register_autograd(grad, setup_context=setup)
