@@ -146,7 +146,7 @@ def train(trainer: Trainer, info: dict) -> int:
     def save():
         """In the background: what fails there ends the run at the next step, and `finish` waits for it."""
         nonlocal saved
-        done, saved = saved == trainer.step, trainer.step
+        first, done, saved = saved is None, saved == trainer.step, trainer.step
         if done or not group.is_main:
             return
         trainer.writer.settle()  # before anything of this save: it may share the disk's queue
@@ -159,6 +159,8 @@ def train(trainer: Trainer, info: dict) -> int:
             if config.on_nonfinite != "ignore":
                 raise
             metrics.say(f"{error}")  # asked to go on regardless: the healthy checkpoints stay
+        if first:  # a killed run that has a log and no checkpoint could neither be resumed nor started over
+            trainer.writer.settle()
 
     def finish():
         save()

@@ -4,6 +4,7 @@ import math
 import os
 import shutil
 import signal
+import time
 
 import pytest
 import torch
@@ -101,16 +102,17 @@ def test_one_process_a_folder(runner, tmp_path):
 
 def test_a_run_that_was_killed_before_its_first_checkpoint_starts_over(runner, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "save", lambda *args: (_ for _ in ()).throw(checkpoint.CheckpointError("disk full")))
+        patch.setattr(checkpoint, "_publish", lambda *args: time.sleep(0.1) or (_ for _ in ()).throw(
+            checkpoint.CheckpointError("disk full")))  # training waits for the first one: nothing may be logged before
         assert "disk full" in runner("run", code=2).stderr
     runner.same(runner("run"), runner("whole"))
 
 
 def test_rows_are_on_disk_before_the_weights_that_they_led_to(runner, monkeypatch):
-    events, sync, save = [], Recorder.sync, checkpoint.save
+    events, sync, publish = [], Recorder.sync, checkpoint._publish
     monkeypatch.setattr(Recorder, "sync", lambda self: events.append(("rows", self.rows)) or sync(self))
-    monkeypatch.setattr(checkpoint, "save", lambda out, step, *rest: events.append(("weights", step))
-                        or save(out, step, *rest))
+    monkeypatch.setattr(checkpoint, "_publish", lambda path, step, *rest: events.append(("weights", step))
+                        or publish(path, step, *rest))
     runner("run")
     assert events == [("rows", 0), ("weights", 0), ("rows", 4), ("weights", 4), ("rows", 6), ("weights", 6)]
 
