@@ -21,7 +21,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that the scri
 import torch
 
 import checkpoint
-from attention import AttentionLayer
+from attention import AttentionLayer, AttentionSpec
+from attention.spec import from_key
 from config import ConfigError, from_dict
 from data.loader import draw_offsets
 from determinism import set_determinism
@@ -44,7 +45,7 @@ def open_run(run: Path, dataset: str | None = None) -> tuple:
     own = run / "order.bin"
     order = own if own.is_file() else config.replay
     config = dataclasses.replace(config, out_dir=str(run), init_from="resume", dataset=dataset or config.dataset,
-                                 replay=str(order or ""), record=own.is_file())
+                                 replay=str(order or ""), replay_switches=False, record=own.is_file())
     if order:
         with OrderFile(order) as file:
             config = dataclasses.replace(config, max_iters=max(1, file.rows))
@@ -95,14 +96,25 @@ def capture_run(run: Path, steps: str = ":", layer: int | None = None, head: int
         state = checkpoint.load(path)
         step = state["step"]
         model.load_state_dict(checkpoint.strip_prefixes(state["model"]))
+        for one, spec in zip(layers, _specs(plan, step), strict=True):
+            one.spec = spec
         x, y = (t.to(device) for t in plan.tokens["train"].batch(_row(config, plan, step)[:sequences],
                                                                  config.block_size))
         surveys.append(survey(model, x, autocast, step))
         if layer is None:
             layer, head = worst_head(surveys[0])
+        if frames and layers[layer].spec != _specs(plan, frames[0].step)[layer]:
+            raise ConfigError(f"layer {layer} was switched to another attention between steps {step} and "
+                              f"{frames[-1].step}, which one diagnosis cannot mix; choose one side with --steps")
         frames.append(capture(model, x, y, autocast, layer, head, step, len(x) / config.sequences_per_step, tokens))
-    return Scene(config.wandb_run_name or run.resolve().name, layer, head, head_spec(plan.specs[layer], head),
+    return Scene(config.wandb_run_name or run.resolve().name, layer, head, head_spec(layers[layer].spec, head),
                  config.sequences_per_step, surveys[::-1], frames[::-1], _history(run, config.n_layer))
+
+
+def _specs(plan: Plan, step: int) -> list[AttentionSpec]:
+    """Each layer's attention in a step, after what the monitor had switched by then."""
+    due = {switch.layer: from_key(switch.spec) for switch in plan.switches if switch.step <= step}
+    return [due.get(i, spec) for i, spec in enumerate(plan.specs)]
 
 
 def _row(config, plan: Plan, step: int):

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -20,6 +21,7 @@ from attention.rounding import round_bf16
 from diagnostics import scene as scenes
 from model import GPT, GPTConfig
 from replay.order import OrderFile
+from replay.switches import Switch, plain
 from scripts import diagnose
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -236,6 +238,25 @@ def test_a_scene_alone(run, diagnosed, tmp_path, capsys):
     found = json.loads((tmp_path / "out" / "diagnosis.json").read_text())
     assert (found["steps"], found["sequences"], found["tokens"]) == ([8, 12], 2, 40)
     assert {p.name for p in (tmp_path / "out").iterdir()} == FIGURES | {"diagnosis.json", "diagnosis.md"}
+
+
+def test_a_switched_layer(run, diagnosed, tmp_path, capsys):
+    """A layer that the monitor moved at step 10: each checkpoint is diagnosed with what it computed then, and the two
+    sides are not mixed."""
+    moved = shutil.copytree(run, tmp_path / "run", ignore=shutil.ignore_patterns("diagnosis"))
+    layer, spec = diagnosed[1]["layer"], AttentionSpec("stabilized", tile_k=32)
+    state = checkpoint.load(moved / "ckpt_00000012.pt")
+    state["switches"] = plain([Switch(10, layer, spec.key)])
+    checkpoint.save(moved, state.pop("step"), state, 3)
+    found = {}
+    for steps in ("12:", "4:8"):
+        path = tmp_path / f"{steps[0]}.npz"
+        assert diagnose.main([str(moved), "--steps", steps, "--device", "cpu", "--save-scene", str(path)]) == 0
+        found[steps] = scenes.load(path).spec
+    assert found["12:"] == spec and found["4:8"].describe() == diagnosed[1]["attention"]
+    capsys.readouterr()
+    assert diagnose.main([str(moved), "--device", "cpu", "--save-scene", str(tmp_path / "no.npz")]) == 2
+    assert f"layer {layer} was switched to another attention between steps 8 and 12" in capsys.readouterr().err
 
 
 def test_user_errors(run, tmp_path, capsys):
