@@ -67,9 +67,12 @@ def _setup(ctx, inputs, output):
     ctx.save_for_backward(dx, dw, count)
     ctx.dtypes = x.dtype, weight.dtype
     ctx.mark_non_differentiable(dx, dw, count)
+    ctx.set_materialize_grads(False)  # or the backward pass begins by filling gradients of dx and dw with zeros
 
 
 def _backward(ctx, grad, *_):
+    if grad is None:
+        return (None,) * 7
     dx, dw, count = ctx.saved_tensors
     scale = grad / count
     x, weight = ctx.dtypes  # first the format, usually FP32, then the factor
