@@ -67,7 +67,7 @@ def common_steps(first: Run, other: Run) -> int:
     """How many steps, from 0, both runs trained on the same sequences. Raises CompareError if their orders differ.
 
     Where both order files are at hand, the rows that both used are hashed; the hash covers the data, block size and
-    sequences per step. Else the hashes in run.json decide.
+    sequences per step. Else the hashes in run.json decide, or that both drew their order from one seed.
     """
     steps = min(first.steps, other.steps)
     with _open_order(first) as a, _open_order(other) as b:
@@ -85,11 +85,23 @@ def common_steps(first: Run, other: Run) -> int:
             raise CompareError(f"{first.name} and {other.name} are not comparable: their batch orders differ from step "
                                f"{row} on ({a.path}, {b.path}); replay one run's order in the other")
     hashes = [(run.info.get("order") or {}).get("sha256") for run in (first, other)]
-    if None not in hashes and hashes[0] == hashes[1]:
+    drawn = _draw(first)
+    if (None not in hashes and hashes[0] == hashes[1]) or (drawn is not None and drawn == _draw(other)):
         return steps
     known = " and ".join(f"{run.name} has order hash {value[:12]}" if value else f"the order of {run.name} was not kept"
                          for run, value in zip((first, other), hashes, strict=True))
     raise CompareError(f"the runs are not comparable: {known}; replay one run's order in the other")
+
+
+def _draw(run: Run) -> tuple | None:
+    """What a drawn order is a function of, whatever its length: seed, data, tokens a sequence, sequences a step. None
+    for a run that replayed a file, or whose header does not say."""
+    config, data = run.info.get("config", {}), run.info.get("data", {})
+    if (run.info.get("order") or {}).get("mode") not in ("recorded", "drawn"):
+        return None
+    found = (config.get("seed"), data.get("sha256"), data.get("tokens"), config.get("block_size"),
+             config.get("batch_size"), config.get("gradient_accumulation_steps"))
+    return None if None in found else found
 
 
 @contextlib.contextmanager

@@ -172,6 +172,26 @@ def test_without_order_files_the_hashes_decide(tmp_path):
         compare(load_runs([a, b]))
 
 
+def test_orders_drawn_from_one_seed_are_one_order_whatever_their_length(tmp_path):
+    """run.json's hash is of all rows, so it differs where one run stopped earlier."""
+    runs = [load_run(make_run(tmp_path / name, losses, keep_order=False))
+            for name, losses in (("long", [3.0, 2.0, 1.0]), ("short", [3.0, 2.5]))]
+    with pytest.raises(CompareError, match="order hash"):
+        common_steps(*runs)
+    drawn = {"seed": 1, "block_size": 8, "batch_size": 4, "gradient_accumulation_steps": 1}
+    for run in runs:
+        run.info |= {"config": dict(drawn), "data": {"sha256": "ab", "tokens": 10_000}}
+    assert common_steps(*runs) == 2
+    for name, place in (("seed", "config"), ("tokens", "data")):
+        runs[1].info[place][name] += 1
+        with pytest.raises(CompareError, match="order hash"):
+            common_steps(*runs)
+        runs[1].info[place][name] -= 1
+    runs[1].info["order"]["mode"] = "replayed"  # of whatever file
+    with pytest.raises(CompareError, match="order hash"):
+        common_steps(*runs)
+
+
 def test_a_replayed_run_finds_the_order_that_it_read(tmp_path):
     source = make_run(tmp_path / "source", [3.0, 2.0, 1.0])
     replayed = make_run(tmp_path / "replayed", [3.0, 2.5], keep_order=False)
