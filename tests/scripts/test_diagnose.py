@@ -18,6 +18,7 @@ import torch
 import checkpoint
 from attention import AttentionLayer, AttentionSpec
 from attention.rounding import round_bf16
+from config import Config
 from diagnostics import scene as scenes
 from model import GPT, GPTConfig
 from replay.order import OrderFile
@@ -284,13 +285,16 @@ def test_user_errors(run, tmp_path, capsys):
 
 
 def test_worst_head_rule():
-    """The largest W_Q norm decides; within 5 % the share of ties does."""
+    """A W_Q norm that stands out decides; then many ties; else the largest norm, and within 5 % the share of ties."""
     def survey(norms, ties):
         return scenes.Survey(0, [[layer, layer, layer] for layer in norms], {}, [], ties, {}, 1)
 
     assert scenes.worst_head(survey([[1, 2], [9, 3]], [[0, 0.9], [0, 0]])) == (1, 0)
-    assert scenes.worst_head(survey([[8.8, 2], [9, 3]], [[0.5, 0.9], [0.1, 0]])) == (0, 0)
+    assert scenes.worst_head(survey([[8.8, 2], [9, 3]], [[0.3, 0.39], [0.1, 0]])) == (0, 0)
+    assert scenes.worst_head(survey([[8.8, 2], [9, 3]], [[0.3, 0.41], [0.1, 0]])) == (0, 1)
     assert scenes.worst_head(survey([[8.8, 2], [9, 3]], [[0, 0], [0, 0]])) == (1, 0)
+    default = Config()
+    assert (scenes.OUTLIER, scenes.TIED) == (default.monitor_wq_ratio, default.monitor_ties)
 
 
 def test_a_scene_loses_nothing(tmp_path):
