@@ -33,8 +33,8 @@ INTERPRET = tiles.INTERPRET.value
 
 class Tile(NamedTuple):
     """rows x keys of one step of a kernel, warps of a program, stages of its load pipeline, the registers of a thread
-    where the compiler must use fewer than it would, so that one more program fits (0: its choice), and whether the copy
-    engine loads."""
+    where the compiler must use fewer than it would, so that one more program fits (0: its choice), whether the copy
+    engine loads, and what is launched where it cannot (None: the same tile, loading by pointers)."""
 
     rows: int
     keys: int
@@ -42,10 +42,18 @@ class Tile(NamedTuple):
     stages: int
     registers: int = 0
     tma: bool = False
+    otherwise: "Tile | None" = None
 
     def __str__(self):
         registers = f"/{self.registers}r" if self.registers else ""
         return f"{self.rows}x{self.keys}/{self.warps}w/{self.stages}s{registers}{'/tma' if self.tma else ''}"
+
+    def with_pointers(self) -> "Tile":
+        return self.otherwise or self._replace(tma=False)
+
+    def with_rows(self, most: int) -> "Tile":
+        """No more rows than `most`, whatever loads."""
+        return self._replace(rows=min(self.rows, most), otherwise=self.otherwise and self.otherwise.with_rows(most))
 
 
 class Launch(NamedTuple):
@@ -58,8 +66,10 @@ class Launch(NamedTuple):
 LAUNCHES = {
     (9, 64, "bf16"): Launch({128: Tile(64, 128, 4, 2, 168, True), 64: Tile(64, 64, 4, 3, 128), 32: Tile(128, 32, 4, 3)},
                             Tile(64, 64, 4, 2, 128, True), Tile(32, 64, 4, 3, 128, True)),
-    (9, 128, "bf16"): Launch({128: Tile(128, 128, 8, 2), 64: Tile(64, 64, 4, 3, 0, True), 32: Tile(128, 32, 4, 3)},
-                             Tile(64, 64, 4, 2, 0, True), Tile(64, 64, 4, 2)),
+    # At 128 keys the tile that is faster by descriptors spills by pointers, where addresses take registers too.
+    (9, 128, "bf16"): Launch({128: Tile(64, 128, 4, 1, 0, True, otherwise=Tile(128, 128, 8, 2)),
+                              64: Tile(64, 64, 4, 3, 0, True), 32: Tile(128, 32, 4, 3)},
+                             Tile(64, 64, 4, 2, 0, True), Tile(64, 64, 4, 2, 0, True)),
     (9, 64, "fp32"): Launch({128: Tile(64, 128, 4, 1), 64: Tile(64, 64, 4, 2), 32: Tile(64, 32, 4, 2)},
                             Tile(64, 32, 4, 2), Tile(32, 128, 8, 2)),
     (9, 128, "fp32"): Launch({128: Tile(64, 128, 8, 1), 64: Tile(64, 64, 8, 1), 32: Tile(64, 32, 4, 1)},
@@ -91,9 +101,9 @@ def launch_for(spec: AttentionSpec, head_size: int, device: torch.device) -> tup
     key = (generation, 64 if head_size <= 64 else 128, spec.operands)
     launch = LAUNCHES[key]
     keys = min(spec.tile_k or LARGEST_TILE, LARGEST_TILE)
-    tile = launch.forward[max(keys, 32)]
-    tile = tile._replace(rows=min(tile.rows, max(spec.tile_q, 16)), keys=min(keys, tile.keys))
-    return key, launch._replace(forward={keys: tile._replace(tma=tile.tma and not _is_wide(spec, tile))})
+    tile = launch.forward[max(keys, 32)].with_rows(max(spec.tile_q, 16))
+    tile = tile._replace(keys=min(keys, tile.keys))
+    return key, launch._replace(forward={keys: tile.with_pointers() if _is_wide(spec, tile) else tile})
 
 
 def _is_wide(spec: AttentionSpec, tile: Tile) -> bool:
@@ -102,10 +112,11 @@ def _is_wide(spec: AttentionSpec, tile: Tile) -> bool:
 
 
 def fitted(tile: Tile, *tensors: Tensor) -> Tile:
-    """tile, loading by pointers where descriptors cannot: other loads of the same values, so the same results, bit for
-    bit. A descriptor sees (B, H, T, D) as a BF16 matrix, tokens by columns, and loads whole tiles of it."""
+    """tile, or its tile with pointers where descriptors cannot load: the same keys at a time, so the same results, bit
+    for bit. A descriptor sees (B, H, T, D) as a BF16 matrix, tokens by columns, and loads whole tiles of it."""
     *_, T, D = tensors[0].shape
-    return tile._replace(tma=_whole(tile, T, D, tensors[0].dtype) and all(map(_is_matrix, tensors)))
+    fits = _whole(tile, T, D, tensors[0].dtype) and all(map(_is_matrix, tensors))
+    return tile if fits else tile.with_pointers()
 
 
 def _whole(tile: Tile, T: int, D: int, dtype: torch.dtype) -> bool:
@@ -125,7 +136,7 @@ def describe_launch(spec: AttentionSpec, head_size: int, device: torch.device | 
     """One line for the run header: the tile, warps and stages of each kernel, for T tokens of this dtype."""
     (generation, size, operands), launch = launch_for(spec, head_size, torch.device(device))
     (forward,) = launch.forward.values()
-    tiles = {name: tile._replace(tma=_whole(tile, T, head_size, dtype))
+    tiles = {name: tile if _whole(tile, T, head_size, dtype) else tile.with_pointers()
              for name, tile in (("forward", forward), ("dq", launch.dq), ("dkdv", launch.dkdv))}
     return (f"triton {triton.__version__} gen{generation} D<={size} {operands}: "
             + " ".join(f"{name}={tile}" for name, tile in tiles.items()) + " (rows x keys/warps/stages/registers)")

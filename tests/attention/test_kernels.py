@@ -271,6 +271,46 @@ def test_what_is_described_is_what_fits(monkeypatch):
         assert " ".join(found) == loads, (choice, T, dtype, line)
 
 
+def test_launch_table():
+    """A tile that loads by pointers instead takes the same keys at a time, which decide the result, and no descriptors;
+    tiles are what Triton and the tensor cores can take."""
+    from attention import flash
+
+    assert {key[0] for key in flash.LAUNCHES} == {8, 9} and len(flash.LAUNCHES) == 2 * 2 * 2
+    for (generation, _, operands), launch in flash.LAUNCHES.items():
+        assert set(launch.forward) == {128, 64, 32}
+        for keys, tile in (*launch.forward.items(), (launch.dq.keys, launch.dq), (launch.dkdv.keys, launch.dkdv)):
+            plain = tile.with_pointers()
+            assert plain.keys == tile.keys <= keys and not plain.tma and plain.otherwise is None
+            assert not tile.tma or (generation == 9 and operands == "bf16"), tile
+            assert tile.tma or tile.otherwise is None, tile
+            for rows, keys_, warps, stages in (tile[:4], plain[:4]):
+                assert all(n & (n - 1) == 0 for n in (rows, keys_, warps)) and min(rows, keys_) >= 16 and stages >= 1
+
+
+@pytest.mark.parametrize("choice, D, T, dtype, forward", [
+    ({}, 128, 1024, torch.bfloat16, "64x128/4w/1s/tma"),
+    ({}, 128, 1000, torch.bfloat16, "128x128/8w/2s"),
+    ({}, 96, 1024, torch.bfloat16, "128x128/8w/2s"),
+    ({}, 128, 1024, torch.float32, "128x128/8w/2s"),
+    (dict(tile_k=FULL), 128, 1024, torch.bfloat16, "128x128/8w/2s"),
+    (dict(tile_q=32), 128, 1000, torch.bfloat16, "32x128/8w/2s"),
+    (dict(tile_q=32), 128, 1024, torch.bfloat16, "32x128/4w/1s/tma"),
+    (dict(backend="flash_fa2"), 128, 1024, torch.bfloat16, "64x64/4w/3s/tma"),
+    ({}, 64, 1000, torch.bfloat16, "64x128/4w/2s/168r"),
+])
+def test_where_descriptors_cannot_load_another_tile_may(monkeypatch, choice, D, T, dtype, forward):
+    """At D = 128 with 128 keys the tile of descriptors would spill by pointers. What is described is launched."""
+    from attention import flash
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    spec = AttentionSpec(**choice)
+    assert f" forward={forward} " in flash.describe_launch(spec, D, "cuda", T, dtype)
+    (tile,) = flash.launch_for(spec, D, torch.device("cuda"))[1].forward.values()
+    q = torch.empty(1, T, 3, 2, D, dtype=dtype)[:, :, 0].transpose(1, 2)
+    assert str(flash.fitted(tile, q, q, q)) == forward
+
+
 def test_loads_by_descriptors(worker):
     """Heads side by side in one matrix of tokens: the same tiles as by pointers. FP32, as the interpreter needs."""
     packed = bf16(2, 128, 4, 2, 64)

@@ -186,9 +186,8 @@ def test_builds_are_made_once():
     assert sorted(job[2] for job in found if job[4] is None) == [1000, 1024]
 
 
-@pytest.mark.parametrize("name", ["bench_attention.json", "attention/bench_stats_fp32.json"])
-def test_committed_results(name):
-    found = json.loads((ROOT / "results" / name).read_text())
+def test_committed_results():
+    found = json.loads((ROOT / "results/bench_attention.json").read_text())
     assert set(found) == {"hardware", "versions", "commit", "rows"} and len(found["commit"]) == 40
     bases = {}
     for row in found["rows"]:
@@ -197,7 +196,19 @@ def test_committed_results(name):
         base = bases.setdefault(tuple(row[n] for n in "BHTD"), total)
         assert row["ratio_to_sdpa"] == pytest.approx(total / base) and parse_arm(row["backend"])
         assert 0 < row["forward_ms"] < row["backward_ms"] and abs(row["signed_mean_error"]) <= row["max_error"]
-    assert found["rows"][0]["backend"].startswith("sdpa")
+    assert found["rows"][0]["backend"] == "sdpa" and len(found["rows"]) == len(bases) * len(ARMS.split(","))
+
+
+def test_committed_numerics_and_memory():
+    """Every switch on every input is there, ties are equal everywhere, and no byte is asked for that need not be."""
+    found = json.loads((ROOT / "results/attention/numerics.json").read_text())
+    assert [(tuple(row[n] for n in "BHTD"), row["std"], row["switch"]) for row in found["check"]] == [
+        (shape, std, json.loads(json.dumps(choice))) for shape, std, choice in check.cases()]
+    assert all(row["ties"]["differ"] == 0 and row["o"]["differ"] < 1 for row in found["check"])
+    assert [(row["q_scale"], row["v_mean"], row["backend"]) for row in found["bias"]] == [
+        (*inputs, name) for inputs in check.BIASED for name in check.BACKENDS]
+    memory = json.loads((ROOT / "results/attention/memory.json").read_text())
+    assert memory["commit"] == found["commit"] and all(row["extra"] == row["needed"] > 0 for row in memory["memory"])
 
 
 def test_candidates_and_switches():
