@@ -7,6 +7,7 @@ roundings, and remedies from elsewhere. Compare the medians with flash_fp32's. H
 Writes cures.json into --out.
 """
 
+import math
 import sys
 from pathlib import Path
 
@@ -26,6 +27,8 @@ ARMS = {
     **{f"stabilizer_{rule}": Arm(("--attention=stabilized", f"--stabilizer={rule}")) for rule in RULES},
     **{f"beta_{beta:g}": Arm(("--attention=stabilized", f"--beta={beta:g}")) for beta in BETAS},
     **{f"epsilon_{epsilon:g}": Arm(("--attention=stabilized", f"--epsilon={epsilon:g}")) for epsilon in EPSILONS},
+    # exp(-cap) a power of two, which BF16 holds: with the default cap it is rounded down by 8e-4, always
+    "shift_cap_17_ln_2": Arm(("--attention=stabilized", f"--shift_cap={17 * math.log(2):.6f}")),
     "output_fp32": Arm(("--output=fp32", "--pv=fp32"), STABLE, "3.2"),
     "output_stochastic": Arm(("--output=stochastic",)),
     "pv_fp32": Arm(("--pv=fp32",), STABLE, "3.3.2"),
