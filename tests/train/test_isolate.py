@@ -118,7 +118,7 @@ def test_the_small_run_and_its_replays_end_in_a_comparison(runner, corpus):
     flags = [a for a in runner.argv("unused") if not a.startswith(own)]
     out = runner.root / "mini"
     command = [sys.executable, "scripts/reproduce_mini.py", "--dataset", str(corpus), "--out", str(out), "--steps", "4",
-               "--arms", "standard", "flash_bf16:delta=dp_p", "--parallel", "1", *flags, "--device=cpu",
+               "--arms", "standard", "flash_bf16:delta=dp_p", "--parallel", "2", *flags, "--device=cpu",
                "--compile=False", "--probe_interval=2"]
     said = runner.start(command).communicate(timeout=120)
     rows = json.loads((out / "comparison.json").read_text())["runs"]
