@@ -2,6 +2,8 @@
 
 import signal
 
+EXIT_SIGTERM = 143  # 128 + SIGTERM, as a shell reports it
+
 
 class StopRequested(Exception):
     """SIGTERM or SIGINT arrived; the state of the last finished step is whole and can be saved."""

@@ -29,12 +29,11 @@ from plan import check_ranks_agree, prepare
 from replay.order import OrderError, Recorder
 from replay.switches import companion, plain, write_switches
 from runinfo import describe_run, print_header, print_switches
-from stop import StopRequested, StopSignal
+from stop import EXIT_SIGTERM, StopRequested, StopSignal
 from trainer import Probe, Readback, Trainer
 
 USER_ERRORS = (CheckpointError, MetricsError, OrderError, DataError)
 EXIT_USER, EXIT_NONFINITE, EXIT_FAILED, EXIT_WARNED = 2, 3, 4, 5
-EXIT_SIGTERM = 143  # 128 + SIGTERM, as a shell reports it
 
 
 class NonFiniteError(RuntimeError):

@@ -122,7 +122,7 @@ class Trainer:
         """Makes stochastic rounding a function of the batch: neither a resume nor the number of ranks changes it."""
         for layer in self.layers:
             if layer.spec.output == "stochastic":
-                layer.rng[2] = draw
+                layer.rng[2].fill_(draw)  # an assignment would copy the number from the host, and wait
 
     def switch(self) -> dict:
         """Moves the layers whose switch is due; returns what the log says of this step's: layer and new attention."""

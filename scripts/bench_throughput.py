@@ -7,9 +7,13 @@ Takes a config and flags as train.py does, and besides
 
     --arms=A,B,...   ATTENTION[+KEY=VALUE...], e.g. flash_bf16+loss_chunk=4096; the plain nanoGPT recipe is always first
     --rounds=5 --steps=4   every arm makes `steps` steps in each round; medians over the rounds are reported
+    --seconds=100    begins no arm and no round that by those before would end later, and reports what it has by then
     --profile        device time by kind of kernel, and the longest kernels
     --fit=80,24      instead: the largest micro-batch, among those that divide a step, that trains in so many GiB
-    --out=FILE       adds rows to this JSON file (rows of the same arm, GPUs and size are replaced)
+    --out=FILE       adds rows to this JSON file as soon as they are known (rows of the same arm, GPUs and size
+                     are replaced)
+
+Most of the time is compilation, once an arm: --arms=flash_bf16 --rounds=2 is a cheap measurement.
 
 Data are random tokens with the frequencies of a text, unless --dataset names a corpus. A step is train.py's: batches
 read, gradients, clipping, update, and the numbers of the step before read back; no evaluation, log or checkpoint
@@ -20,11 +24,13 @@ import contextlib
 import gc
 import hashlib
 import json
+import math
 import re
 import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -37,7 +43,7 @@ from config import ConfigError, load
 from determinism import set_determinism
 from plan import prepare
 from runinfo import describe_run
-from stop import StopSignal
+from stop import EXIT_SIGTERM, StopRequested, StopSignal
 from trainer import Trainer
 
 PLAIN = "sdpa+loss_chunk=0+deterministic=False"  # what nanoGPT runs: torch's attention, all logits, fastest algorithms
@@ -60,13 +66,17 @@ KINDS = (
 )
 
 
+def flags_of(name: str, argv: list[str]) -> list[str]:
+    attention, *rest = name.split("+")
+    return [*argv, f"--attention={attention}", *(f"--{item}" for item in rest)]
+
+
 class Arm:
     """One trainer; `name` as in --arms."""
 
     def __init__(self, name: str, argv: list[str], group: distributed.Group, stop: StopSignal):
         self.name, self.group, self.waiting = name, group, None
-        attention, *rest = name.split("+")
-        self.config = load([*argv, f"--attention={attention}", *(f"--{item}" for item in rest)])
+        self.config = load(flags_of(name, argv))
         self.before = memory(group)
         self.plan = prepare(self.config)
         set_determinism(self.config.seed, self.config.deterministic)
@@ -97,6 +107,28 @@ class Arm:
         self.turn(2)
         return {"peak_memory_gib": (torch.cuda.max_memory_allocated() - self.before) / 2**30,
                 "static_memory_gib": (memory(self.group) - self.before) / 2**30}
+
+
+class Schedule:
+    """Says what is done, with the time since the start, and whether the next part still fits into `seconds`."""
+
+    def __init__(self, group: distributed.Group, seconds: float, start: float):
+        self.group, self.seconds, self.start, self.longest = group, seconds, start, {}
+
+    def now(self) -> float:
+        return time.perf_counter() - self.start
+
+    def fits(self, kind: str) -> bool:
+        """Whether one more of this kind does, if it takes what the longest one so far took; the same on all ranks."""
+        return not self.group.any(self.now() + self.longest.get(kind, 0.0) > self.seconds)
+
+    @contextlib.contextmanager
+    def part(self, kind: str, what: str) -> Iterator[None]:
+        before = self.now()
+        yield
+        took = self.now() - before
+        self.longest[kind] = max(took, self.longest.get(kind, 0.0))
+        self.group.print(f"{self.now():7.1f} s: {what} ({took:.1f} s)")
 
 
 def memory(group) -> int:
@@ -210,27 +242,59 @@ def row_of(arm: Arm, rate: float) -> dict:
             "hardware": info["device_name"], "commit": info["git_commit"], "versions": info["versions"]}
 
 
-def measure(arms: list[Arm], rounds: int, steps: int, profiled: bool) -> list[dict]:
-    """One row an arm: medians, and ratios to the plain recipe and to sdpa under the same flags, round by round."""
-    group = arms[0].group
-    used = [arm.warm_up() for arm in arms]
+def measure(names: list[str], argv: list[str], group, stop, schedule: Schedule, rounds: int,
+            steps: int, profiled: bool) -> Iterator[list[dict]]:
+    """A row of each arm that is ready, again after every arm that joined and after every round and profile.
+
+    An arm that joins is compiled; then all that are ready take a turn, so that it has a row, with ratios, before the
+    next one is compiled. The first arm is measured whatever `schedule` says."""
     rate = matrix_rate(group)
-    seconds = [[arm.turn(steps) for arm in arms] for _ in range(rounds)]
+    arms, used, seconds = [], [], []
+    for name in names:
+        if arms and not schedule.fits("arm"):
+            group.print(f"{schedule.now():7.1f} s: no time for {', '.join(names[len(arms):])}")
+            break
+        with schedule.part("arm", f"{name} is compiled"):
+            arms.append(Arm(name, argv, group, stop))
+            used.append(arms[-1].warm_up())
+        with schedule.part("round", f"round of {len(arms)} arms"):
+            seconds.append([arm.turn(steps) for arm in arms])
+        yield rows_of(arms, used, seconds, rate)
+    for i in range(rounds - 1):
+        if not schedule.fits("round"):
+            group.print(f"{schedule.now():7.1f} s: no time for more rounds than {i + 1} of {rounds}")
+            break
+        with schedule.part("round", f"round {i + 2} of {rounds}"):
+            seconds.append([arm.turn(steps) for arm in arms])
+        yield rows_of(arms, used, seconds, rate)
+    for i, arm in enumerate(arms if profiled else []):
+        if not schedule.fits("profile"):
+            group.print(f"{schedule.now():7.1f} s: no time for more profiles than {i} of {len(arms)}")
+            break
+        with schedule.part("profile", f"{arm.name} is profiled"):
+            used[i]["profile"] = profile(arm)
+        yield rows_of(arms, used, seconds, rate)
+
+
+def rows_of(arms: list[Arm], used: list[dict], seconds: list[list[float]], rate: float) -> list[dict]:
+    """One row an arm: medians, and ratios to the plain recipe and to sdpa under the same flags, round by round.
+
+    seconds[round][arm] a step; the first rounds lack the arms that joined later."""
     rows = []
     for i, arm in enumerate(arms):
-        mine = [times[i] for times in seconds]
+        rounds = [times for times in seconds if i < len(times)]
+        mine = [times[i] for times in rounds]
         per_s = arm.config.tokens_per_step / statistics.median(mine)
         row = row_of(arm, rate) | used[i] | {
+            "rounds": len(mine),
             "step_ms": 1e3 * statistics.median(mine), "step_ms_min": 1e3 * min(mine), "step_ms_max": 1e3 * max(mine),
             "tokens_per_s": per_s,
-            "model_flops_utilisation": per_s * arm.trainer.raw.flops_per_token() / (rate * group.world_size)}
+            "model_flops_utilisation": per_s * arm.trainer.raw.flops_per_token() / (rate * arm.group.world_size)}
         sdpa = "+".join(["sdpa", *arm.name.split("+")[1:]])
         for name, other in (("ratio_to_plain", PLAIN), ("ratio_to_sdpa", sdpa)):
             at = next((j for j, one in enumerate(arms) if one.name == other), None)
             if at is not None and arms[at].config.tokens_per_step == arm.config.tokens_per_step:
-                row[name] = statistics.median(times[at] / times[i] for times in seconds)
-        if profiled:
-            row["profile"] = profile(arm)
+                row[name] = statistics.median(times[at] / times[i] for times in rounds if at < len(times))
         rows.append(row)
     return rows
 
@@ -264,8 +328,19 @@ def merge(path: Path, rows: list[dict]) -> list[dict]:
     return [row for row in old if tuple(row.get(k) for k in KEY) not in new] + rows
 
 
-def main(argv: list[str]) -> None:
-    options = {"arms": ARMS, "rounds": "5", "steps": "4", "profile": "False", "fit": "", "out": ""}
+def save(path: Path, argv: list[str], rows: list[dict]) -> None:
+    """Merges rows into the file; a process that is killed leaves the file of before or of after."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = path.with_name(f"{path.name}.new")
+    new.write_text(json.dumps({"command": " ".join(["scripts/bench_throughput.py", *argv]),
+                               "rows": merge(path, rows)}, indent=1) + "\n")
+    new.replace(path)
+
+
+def main(argv: list[str]) -> int:
+    """Exit status: 0, or EXIT_SIGTERM after a signal. Errors: ValueError."""
+    start = time.perf_counter()
+    options = {"arms": ARMS, "rounds": "5", "steps": "4", "seconds": "inf", "profile": "False", "fit": "", "out": ""}
     rest = []
     for arg in argv:
         name, equals, value = arg.removeprefix("--").partition("=")
@@ -273,6 +348,12 @@ def main(argv: list[str]) -> None:
             options[name] = value if equals else "True"
         else:
             rest.append(arg)
+    rounds, steps, seconds = int(options["rounds"]), int(options["steps"]), float(options["seconds"])
+    if rounds < 1 or steps < 1 or math.isnan(seconds):
+        raise ConfigError(f"--rounds={rounds} --steps={steps} --seconds={seconds}: give at least one round and step, "
+                          "and a number of seconds")
+    names = [PLAIN, *(name for name in options["arms"].split(",") if name and name != PLAIN)]
+    out, rows = Path(options["out"]) if options["out"] else None, []
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         if not any(arg.startswith("--dataset=") for arg in rest):
             rest.append(f"--dataset={write_corpus(Path(folder) / 'zipf')}")
@@ -283,29 +364,44 @@ def main(argv: list[str]) -> None:
         stack.enter_context(torch._dynamo.config.patch(recompile_limit=64, automatic_dynamic_shapes=False))
         group = distributed.init(config.device, config.collective_timeout_s)
         stack.callback(group.close)
-        names = [PLAIN, *(name for name in options["arms"].split(",") if name and name != PLAIN)]
-        if options["fit"]:
-            if group.device.type != "cuda" or group.world_size > 1:
-                raise ConfigError("--fit measures the memory of one GPU; run it without torchrun, on a GPU")
-            limits = [float(x) for x in options["fit"].split(",")]
-            rows = [row for name in names for row in fit(name, rest, group, stop, limits)]
-        else:
-            arms = [Arm(name, rest, group, stop) for name in names]
-            rows = measure(arms, int(options["rounds"]), int(options["steps"]), options["profile"] == "True")
-        rows = [{"config": argv[0] if argv and argv[0].endswith(".toml") else ""} | row for row in rows]
+        schedule = Schedule(group, seconds, start)
+        for name in names:  # what is wrong with the last one is told before the first one is compiled
+            load(flags_of(name, rest))
+
+        def keep(found: list[dict]):
+            rows[:] = [{"config": argv[0] if argv and argv[0].endswith(".toml") else ""} | row for row in found]
+            if out and group.is_main:
+                save(out, argv, rows)
+
+        code = 0
+        try:
+            if options["fit"]:
+                if group.device.type != "cuda" or group.world_size > 1:
+                    raise ConfigError("--fit measures the memory of one GPU; run it without torchrun, on a GPU")
+                limits, found = [float(x) for x in options["fit"].split(",")], []
+                for name in names:
+                    if found and not schedule.fits("fit"):
+                        group.print(f"{schedule.now():7.1f} s: no time for {', '.join(names[names.index(name):])}")
+                        break
+                    with schedule.part("fit", name):
+                        found += fit(name, rest, group, stop, limits)
+                    keep(found)
+            else:
+                for found in measure(names, rest, group, stop, schedule, rounds, steps, options["profile"] == "True"):
+                    keep(found)
+        except StopRequested:
+            code = EXIT_SIGTERM
         if group.is_main:
-            path = Path(options["out"] or "/dev/null")
-            merged = merge(path, rows) if options["out"] else rows
-            if not options["fit"]:
-                report(rows, merged)
-            if options["out"]:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_text(json.dumps({"command": " ".join(["scripts/bench_throughput.py", *argv]),
-                                            "rows": merged}, indent=1) + "\n")
+            if rows and not options["fit"]:
+                report(rows, json.loads(out.read_text())["rows"] if out else rows)
+            if code:
+                print(f"bench_throughput.py: stopped by a signal after {schedule.now():.1f} s, with {len(rows)} rows "
+                      + (f"measured, in {out}" if rows and out else "measured"), file=sys.stderr)
+        return code
 
 
 if __name__ == "__main__":
     try:
-        main(sys.argv[1:])
+        sys.exit(main(sys.argv[1:]))
     except ValueError as error:
         sys.exit(f"bench_throughput.py: {error}")

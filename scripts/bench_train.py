@@ -12,6 +12,7 @@ the monitor alone.
 import contextlib
 import dataclasses
 import json
+import os
 import statistics
 import sys
 import tempfile
@@ -29,7 +30,7 @@ from metrics import Metrics
 from plan import prepare
 from replay.order import OrderFile, Recorder
 from runinfo import describe_run, print_header
-from stop import StopSignal
+from stop import EXIT_SIGTERM, StopRequested, StopSignal
 from trainer import Trainer
 
 
@@ -100,7 +101,8 @@ def measure(argv: list[str], steps: int) -> dict:
                 "outside_share": outside / whole, "record_share": append / whole, "replay_share": replay / whole}
 
 
-def main(argv: list[str]) -> None:
+def main(argv: list[str]) -> int:
+    """Exit status: 0, or EXIT_SIGTERM after a signal. Errors: ValueError."""
     options = {"steps": "30", "json": ""}
     rest = []
     for arg in argv:
@@ -109,12 +111,21 @@ def main(argv: list[str]) -> None:
             options[name] = value
         else:
             rest.append(arg)
-    result = measure(rest, int(options["steps"]))
+    try:
+        result = measure(rest, int(options["steps"]))
+    except StopRequested:
+        if os.environ.get("RANK", "0") == "0":
+            print("bench_train.py: stopped by a signal before all was measured; nothing is written", file=sys.stderr)
+        return EXIT_SIGTERM
     for name, value in result.items():
         print(f"{name:>20}: {value:.4g}" if isinstance(value, float) else f"{name:>20}: {value}")
     if options["json"]:
         Path(options["json"]).write_text(json.dumps(result, indent=1) + "\n")
+    return 0
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except ValueError as error:
+        sys.exit(f"bench_train.py: {error}")

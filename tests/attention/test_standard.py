@@ -54,7 +54,7 @@ def test_float64_is_not_rounded(backend):
     for softcap in (0.0, 2.0) if backend == "standard" else (0.0,):
         for got, want in zip(run_backend(backend, *x, softcap=softcap), exact(*x, softcap), strict=True):
             torch.testing.assert_close(got, want, rtol=0, atol=1e-13)
-        small = [t[:, :, :8, :4].clone().requires_grad_() for t in x[:3]]
+        small = [t[:, :1, :5, :3].clone().requires_grad_() for t in x[:3]]
         assert torch.autograd.gradcheck(lambda *x: attend(*x, AttentionSpec(backend, softcap=softcap)), small)  # noqa: B023
 
 

@@ -3,15 +3,20 @@
 import numpy as np
 import pytest
 import torch
+from tiny_runs import Runner, write_corpus
 
+import distributed
 from attention import AttentionLayer, AttentionSpec
+from config import load
 from diagnostics import scene as scenes
 from diagnostics.diagnosis import diagnose
 from diagnostics.precision import head_spec
 from diagnostics.probes import probe
-from diagnostics.spectra import Spectra
 from diagnostics.weights import block_matrices, qk_entropy
 from model import GPT, GPTConfig
+from plan import prepare
+from stop import StopSignal
+from trainer import Trainer
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU; tests/scripts runs on a CPU")
 
@@ -63,17 +68,30 @@ def test_a_scene_of_the_kernels(model, tokens, tmp_path):
 
 
 @pytest.mark.parametrize("exact", [True, False])
-def test_spectra(model, tokens, exact):
-    watch = Spectra(model)
-    for _ in range(1 if exact else 60):
-        watch.update(exact)
-    with watch.listening():
-        probe(model, tokens, autocast())
-    record = watch.record()
-    for i, block in enumerate(model.transformer.h):
+def test_a_probe_of_training(tmp_path, monkeypatch, exact):
+    """Norms and entropies as a run logs them against SVD; ties and scores against a probe that waits."""
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # other tests may have asked for determinism
+    flags = dict(device=DEVICE, dtype="bfloat16", attention="flash_bf16", n_embd=C, probe_interval=1)
+    config = load(Runner(tmp_path, write_corpus(tmp_path / "data")).argv("run", **flags))
+    trainer = Trainer(config, prepare(config), distributed.init(config.device), StopSignal())
+    with torch.no_grad():
+        for block in trainer.raw.transformer.h:
+            block.attn.c_attn.weight.mul_(10)
+    trainer.gradients()  # of whose first micro-batch a probe is
+    for _ in range(0 if exact else 59):
+        trainer.spectra.update(exact=False)
+    record = trainer.probe(whole=True, exact=exact).record()
+    again = probe(trainer.raw, trainer.first[: config.probe_sequences], trainer.autocast)
+    assert again and again == {name: record[name] for name in again}
+    assert trainer.probe(whole=False).record() == again
+    for i, block in enumerate(trainer.raw.transformer.h):
         for kind, w in block_matrices(block).items():
             norm = np.linalg.norm(w.detach().double().cpu().numpy(), 2)
             assert record[f"probe/norm_{kind}/layer{i}"] == pytest.approx(norm, rel=1e-5 if exact else 5e-3)
             assert 0 <= record[f"probe/sign_diversity_{kind}/layer{i}"] <= 0.5
-        entropy = qk_entropy(block.attn.c_attn.weight.detach().cpu(), H)
-        assert record[f"probe/qk_entropy_head/layer{i}"] == pytest.approx(entropy.tolist(), abs=1e-4)
+        weight = block.attn.c_attn.weight.detach().cpu()
+        for n, name in enumerate(("wq", "wk", "wv")):
+            norms = [np.linalg.norm(w.double().numpy(), 2) for w in weight[n * C:(n + 1) * C].split(C // H)]
+            tolerance = 1e-5 if exact or name == "wq" else 5e-3
+            assert record[f"probe/{name}_norm_head/layer{i}"] == pytest.approx(norms, rel=tolerance, abs=5e-5)
+        assert record[f"probe/qk_entropy_head/layer{i}"] == pytest.approx(qk_entropy(weight, H).tolist(), abs=1e-4)

@@ -14,6 +14,8 @@ from tiny_runs import write_corpus
 
 import scripts.bench_throughput as bench
 from config import ConfigError
+from scripts import bench_train
+from stop import EXIT_SIGTERM
 
 ROOT = Path(__file__).parents[2]
 TINY = ("--device=cpu --dtype=float32 --compile=False --n_layer=1 --n_head=2 --n_embd=32 --block_size=32 "
@@ -35,8 +37,8 @@ def test_rows_of_one_rank_and_of_two(tmp_path, capsys):
     """Two ranks add rows beside those of one, and are compared with them; a second measurement replaces its rows."""
     out, data = tmp_path / "folder" / "throughput.json", write_corpus(tmp_path / "data")
     argv = [*TINY, f"--dataset={data}", f"--out={out}"]
-    for _ in range(2):
-        bench.main([*argv, "--arms=sdpa,flash_bf16,sdpa+loss_chunk=0", "--profile"])
+    bench.main([*argv, "--arms=flash_bf16", "--rounds=1"])
+    bench.main([*argv, "--arms=sdpa,flash_bf16,sdpa+loss_chunk=0", "--profile"])
     one = json.loads(out.read_text())["rows"]
     assert [row["arm"] for row in one] == [bench.PLAIN, "sdpa", "flash_bf16", "sdpa+loss_chunk=0"]
     assert [row["loss_chunk"] for row in one] == [0, 40, 40, 0]
@@ -48,9 +50,10 @@ def test_rows_of_one_rank_and_of_two(tmp_path, capsys):
         assert row["profile"]["ms"].keys() >= {"attention", "matmul", "loss", "optimizer", "idle"}
         assert row["profile"]["ms"]["matmul"] > 0 < row["profile"]["ms"]["loss"]
     assert one[0]["ratio_to_plain"] == one[1]["ratio_to_sdpa"] == one[3]["ratio_to_sdpa"] == 1
-    assert one[2]["profile"]["ms"]["attention"] > one[1]["profile"]["ms"]["attention"] > 0  # emulated
+    assert all(row["profile"]["ms"]["attention"] > 0 for row in one)
+    assert any("lpattn::emulated" in name and kind == "attention" for name, kind, *_ in one[2]["profile"]["kernels"])
     assert "flash_bf16" in capsys.readouterr().out
-
+    assert [row["rounds"] for row in one] == [6, 5, 4, 3]  # one more for each arm that joined later
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = str(s.getsockname()[1])
@@ -60,6 +63,7 @@ def test_rows_of_one_rank_and_of_two(tmp_path, capsys):
              for r in (0, 1)]
     output = [rank.communicate(timeout=120)[0] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0] and not output[1]
+    assert "is compiled" in output[0] and "round 3 of 3" in output[0]
     rows = json.loads(out.read_text())["rows"]
     assert [(row["arm"], row["gpus"]) for row in rows[4:]] == [(bench.PLAIN, 2), ("sdpa", 2)] and rows[:4] == one
     assert f"{rows[5]['tokens_per_s'] / rows[1]['tokens_per_s']:.3f} x one GPU" in output[0]
@@ -110,6 +114,59 @@ def test_the_largest_micro_batch(monkeypatch):
         bench.fit("sdpa", [], None, None, [2])
 
 
-def test_what_is_refused(tmp_path):
+def test_seconds(tmp_path, capsys):
+    """Without time for a second arm, the first one has its row, of one round; with time for all, all have all."""
+    out, argv = tmp_path / "rows.json", [*TINY, f"--dataset={write_corpus(tmp_path / 'data')}", "--arms=sdpa,standard"]
+    for seconds, rounds in ((1e-3, [1]), (1e3, [5, 4, 3])):
+        assert bench.main([*argv, f"--out={out}", f"--seconds={seconds}"]) == 0
+        assert [row["rounds"] for row in json.loads(out.read_text())["rows"]] == rounds
+        said, short = capsys.readouterr().out, seconds < 1
+        assert ("no time for sdpa, standard" in said) == ("no time for more rounds than 1 of 3" in said) == short
+        assert f"{bench.PLAIN} is compiled" in said and ("round 3 of 3" in said) != short
+
+
+def test_what_is_known_is_kept(tmp_path, capsys, monkeypatch):
+    """SIGTERM while the second arm is compiled: the first one's row is in the file, and one sentence tells so."""
+    out, data = tmp_path / "rows.json", write_corpus(tmp_path / "data")
+    warm_up = bench.Arm.warm_up
+
+    def signalled(arm):
+        if arm.name == "standard":
+            assert [row["arm"] for row in json.loads(out.read_text())["rows"]] == [bench.PLAIN]  # kill -9 leaves it too
+            os.kill(os.getpid(), signal.SIGTERM)
+        return warm_up(arm)
+
+    monkeypatch.setattr(bench.Arm, "warm_up", signalled)
+    assert bench.main([*TINY, f"--dataset={data}", "--arms=standard,sdpa", f"--out={out}"]) == EXIT_SIGTERM
+    assert [row["arm"] for row in json.loads(out.read_text())["rows"]] == [bench.PLAIN]
+    said = capsys.readouterr()
+    assert f"with 1 rows measured, in {out}" in said.err and "tokens/s" in said.out and len(said.err.splitlines()) == 1
+
+
+def test_a_signal_ends_bench_train(tmp_path, capsys, monkeypatch):
+    micro_batch = bench_train.Trainer.micro_batch
+
+    def signalled(trainer, step, micro):
+        if step == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return micro_batch(trainer, step, micro)
+
+    monkeypatch.setattr(bench_train.Trainer, "micro_batch", signalled)
+    flags = [flag for flag in TINY if not flag.startswith("--rounds")]
+    argv = [*flags, f"--dataset={write_corpus(tmp_path / 'data')}", f"--json={tmp_path / 'result.json'}"]
+    assert bench_train.main(argv) == EXIT_SIGTERM
+    said = capsys.readouterr().err
+    assert said == "bench_train.py: stopped by a signal before all was measured; nothing is written\n"
+    assert not (tmp_path / "result.json").exists()
+
+
+def test_what_is_refused(tmp_path, capsys):
+    data = write_corpus(tmp_path / "other")
+    with pytest.raises(ConfigError, match="at least one round"):
+        bench.main([*TINY, "--rounds=0"])
+    with pytest.raises(SystemExit):  # before the first arm is compiled
+        bench.main([*TINY, f"--dataset={data}", "--arms=sdpa,flash_nonsense"])
+    said = capsys.readouterr()
+    assert "flash_nonsense" in said.err and "compiled" not in said.out
     with pytest.raises(ConfigError, match="without torchrun, on a GPU"):
         bench.main([*TINY, f"--dataset={write_corpus(tmp_path / 'data')}", "--fit=80"])

@@ -77,7 +77,7 @@ def test_it_runs_and_goes_on_where_it_was(runner, corpus):
     flags = [a for a in runner.argv("unused") if not a.startswith(("--out_dir", "--dataset", "--max_iters"))]
     command = [sys.executable, "scripts/isolate.py", "--config", "configs/cpu_flash_bf16.toml", "--dataset",
                str(corpus), "--out", str(runner.root / "isolation"), "--seeds", "1", "--steps", "4", "--arms",
-               "delta_dp_p", "o_fp32_outlier_heads", *flags, "--probe_interval=2"]
+               "delta_dp_p", "o_fp32_outlier_heads", *flags, "--probe_interval=2", "--parallel=2"]
     out, err = runner.start(command).communicate(timeout=120)
     folder = runner.root / "isolation"
     found = json.loads((folder / "isolation.json").read_text())
@@ -103,7 +103,7 @@ def test_grid_runs_each_arm_at_each_point_and_draws_it(runner, corpus):
     out = runner.root / "grid"
     command = [sys.executable, "scripts/grid.py", "--config", "configs/cpu_flash_bf16.toml", "--dataset", str(corpus),
                "--out", str(out), "--steps", "2", "--arms", "scores_pv", "--learning_rates", "1e-3", "2e-3",
-               "--batch_sizes", "2", *flags]
+               "--batch_sizes", "2", "--parallel", "2", *flags]
     said = runner.start(command).communicate(timeout=120)
     found = json.loads((out / "grid.json").read_text())
     assert [r["arm"] for r in found["rows"]] == ["scores_pv_0.001_2", "scores_pv_0.002_2"], said
@@ -118,7 +118,7 @@ def test_the_small_run_and_its_replays_end_in_a_comparison(runner, corpus):
     flags = [a for a in runner.argv("unused") if not a.startswith(own)]
     out = runner.root / "mini"
     command = [sys.executable, "scripts/reproduce_mini.py", "--dataset", str(corpus), "--out", str(out), "--steps", "4",
-               "--arms", "standard", "flash_bf16:delta=dp_p", "--parallel", "1", *flags, "--device=cpu",
+               "--arms", "standard", "flash_bf16:delta=dp_p", "--parallel", "2", *flags, "--device=cpu",
                "--compile=False", "--probe_interval=2"]
     said = runner.start(command).communicate(timeout=120)
     rows = json.loads((out / "comparison.json").read_text())["runs"]
