@@ -27,7 +27,7 @@ demo: $(READY)  ## record, replay and compare three backends in a few minutes, w
 	$(PY) scripts/demo.py
 
 test: $(READY)  ## all tests; those that need a GPU say so and are skipped without one
-	$(PY) -m pytest -q
+	$(PY) -m pytest -q $$($(PY) -c 'import xdist' 2>/dev/null && printf %s '-n2 --dist=loadfile')
 
 test-gpu: $(READY)  ## the tests that need a GPU
 	$(PY) -m pytest -q tests/gpu
