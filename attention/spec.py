@@ -81,7 +81,9 @@ class AttentionSpec:
     stabilizer: str | None = None
     beta: float = 2.0  # paper Algorithm 3: m' = beta * rowmax where a positive maximum repeats
     epsilon: float = 1e-3  # S >= rowmax - epsilon, in FP32, counts as equal to the row maximum
-    shift_cap: float = 12.0  # bounds |m' - rowmax|; inf is the paper's rule to the letter, which can underflow to 0/0
+    # Bounds |m' - rowmax|; inf is the paper's rule to the letter, which can underflow to 0/0. exp(-cap) is a power of
+    # two: BF16 would else round it the same way in every row that meets the cap (exp(-12) down by 8e-4), and not in l.
+    shift_cap: float = 17 * math.log(2)
     fixed_shift: float = 1.0  # stabilizer=fixed: m' = rowmax + fixed_shift (Appendix C's negative control)
     lazy_threshold: float = 8 * math.log(2)  # stabilizer=lazy_max: keep the old maximum until it grows by this
     softcap: float = 0.0

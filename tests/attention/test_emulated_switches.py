@@ -77,6 +77,23 @@ def test_tied_maxima(stabilizer, shift_cap, level):
             torch.testing.assert_close(got.lse[0, 0], level + torch.arange(1, T + 1.0).log(), rtol=1e-6, atol=1e-5)
 
 
+@pytest.mark.parametrize("shift_cap, largest", [(None, 1e-4), (12.0, None)])
+def test_the_default_cap_adds_no_bias(shift_cap, largest):
+    """Rows of tied large maxima, V of one sign: relative signed error of P V / l before the last rounding, pv in FP32.
+    P = exp(-cap) is the same in all of them, so what BF16 makes of it is the bias of all (exp(-12): -8.0e-4)."""
+    T = 64
+    v = round_bf16(-1 - torch.rand(T, T, generator=torch.Generator().manual_seed(7)))
+    q, k, v = with_scores(torch.full((T, T), 40.0), v)
+    chosen = {} if shift_cap is None else {"shift_cap": shift_cap}
+    got = trace(q, k, v, spec(stabilizer="capped", pv="fp32", output="fp32", **chosen)).unrounded[0, 0, 1:].double()
+    want = materialised(*(t.double() for t in (q, k, v)))[0, 0, 1:]
+    relative = (got / want - 1).mean().item()
+    if largest:
+        assert abs(relative) < largest, f"signed mean {relative:.1e}"
+    else:
+        assert relative == pytest.approx(-8.0e-4, rel=0.02)
+
+
 def new_maximum(stabilizer, rm, rs, m=-INF, **switches):
     s = spec(stabilizer=stabilizer, **switches)
     return _new_maximum(torch.tensor([m]), torch.tensor([rm]), torch.tensor([rs]), s).item()
@@ -91,12 +108,13 @@ def test_what_replaces_the_row_maximum():
         assert new_maximum("paper", -120.0, rs, **letter) == negative
     assert new_maximum("unconditional", 20.0, 1, **letter) == 40
     assert new_maximum("unconditional", -3.0, 1, **letter) == 0
-    assert new_maximum("paper", 20.0, 2) == 32 and new_maximum("paper", -120.0, 2) == -108
+    assert new_maximum("paper", 20.0, 2, shift_cap=12.0) == 32
+    assert new_maximum("paper", -120.0, 2, shift_cap=12.0) == -108
     assert new_maximum("paper", 5.0, 2) == 10 and new_maximum("paper", -3.0, 2) == 0
     assert new_maximum("paper", 0.0, 2) == 0, "the paper's rule leaves a maximum of 0, and so P = 1, alone"
     assert new_maximum("paper", 5.0, 2, beta=3.0) == 15
     assert new_maximum("capped", 0.0, 2) == 1 and new_maximum("capped", 0.25, 2) == 1.25
-    assert new_maximum("capped", 20.0, 2) == 32 and new_maximum("capped", 0.0, 1) == 0
+    assert new_maximum("capped", 20.0, 2, shift_cap=12.0) == 32 and new_maximum("capped", 0.0, 1) == 0
     assert new_maximum("fixed", -7.0, 1, fixed_shift=2.5) == -4.5
     assert new_maximum("lazy_max", 3.0, 1) == 3 and new_maximum("lazy_max", 8.0, 1, m=3.0) == 3
     assert new_maximum("lazy_max", 9.0, 1, m=3.0) == 9 and new_maximum("lazy_max", 2.0, 1, m=3.0) == 3
