@@ -44,7 +44,7 @@ MAY_IMPORT = {
     "plan": {"attention", "config", "checkpoint", "data", "metrics", "model", "replay"},
     "runinfo": {"attention", "config", "replay"},
 }
-EVERYTHING = ("train", "trainer", "scripts")
+EVERYTHING = ("train", "trainer", "steplog", "scripts")
 
 
 def module_name(path: Path) -> str:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import checkpoint
+import steplog
 import train
 from failure import failure_of
 from metrics import Metrics, read_metrics
@@ -120,7 +121,7 @@ def test_rows_are_on_disk_before_the_weights_that_they_led_to(runner, monkeypatc
 def test_tokens_per_s_counts_training_alone(runner, monkeypatch):
     """Every step and every pause take a known time; the rate of each record is that of the steps."""
     clock = [0.0]
-    monkeypatch.setattr(train.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(steplog.time, "perf_counter", lambda: clock[0])
 
     def takes(name, seconds):
         original = getattr(train.Trainer, name)
