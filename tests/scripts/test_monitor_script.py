@@ -59,12 +59,16 @@ def test_tables(runs, tmp_path, capsys):
     assert "ties > 0.4, wq_ratio > 3 (default)" in text and "ties > 0.6" in text and "2 of 4" in text
 
 
-def test_recorded_runs(capsys):
-    """The two of results/mini, which did not fail."""
-    assert monitor.main([str(path) for path in sorted((ROOT / "results" / "mini").glob("*.jsonl.xz"))]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    (default,) = [line for line in lines if "(default)" in line]
-    assert default.split()[-3:] == ["0", "of", "2"]
+def test_recorded_runs(capsys, tmp_path):
+    """Those of results/mini: the failing one is warned of long before, with its layer and head, and no other."""
+    out = tmp_path / "monitor.json"
+    runs = [str(path) for path in sorted((ROOT / "results" / "mini").glob("*.jsonl.xz"))]
+    assert monitor.main([*runs, "--json", str(out)]) == 0
+    (default,) = [line for line in capsys.readouterr().out.splitlines() if "(default)" in line]
+    assert default.split()[-7:] == ["1", "of", "1", "4730", "0", "of", "3"]
+    warned = [r for r in json.loads(out.read_text())["runs"] if r["step_of_warning"] is not None]
+    assert [(r["name"], r["step_of_warning"], r["layer"], r["head"], r["signal"], r["step_of_failure"]) for r in warned] \
+        == [("b64_flash_bf16", 3300, 1, 2, "ties", 8030)]
 
 
 def test_refused(tmp_path, capsys):
