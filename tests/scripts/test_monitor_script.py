@@ -66,9 +66,9 @@ def test_recorded_runs(capsys, tmp_path):
     assert monitor.main([*runs, "--json", str(out)]) == 0
     (default,) = [line for line in capsys.readouterr().out.splitlines() if "(default)" in line]
     assert default.split()[-7:] == ["1", "of", "1", "4730", "0", "of", "3"]
-    warned = [r for r in json.loads(out.read_text())["runs"] if r["step_of_warning"] is not None]
-    assert [(r["name"], r["step_of_warning"], r["layer"], r["head"], r["signal"], r["step_of_failure"]) for r in warned] \
-        == [("b64_flash_bf16", 3300, 1, 2, "ties", 8030)]
+    (warned,) = [r for r in json.loads(out.read_text())["runs"] if r["step_of_warning"] is not None]
+    assert [warned[key] for key in ("name", "step_of_warning", "layer", "head", "signal", "step_of_failure")] == [
+        "b64_flash_bf16", 3300, 1, 2, "ties", 8030]
 
 
 def test_refused(tmp_path, capsys):
