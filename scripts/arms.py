@@ -54,8 +54,8 @@ def run_arms(arms: dict[str, list[str]], folder: Path, parallel: int, gpus: int,
     An arm that has its outcome after `steps` is not run again; one that was interrupted or has fewer is resumed. With
     several GPUs the arms take turns on them. What an arm prints goes to folder/NAME.log. After `limit_s` seconds no arm
     is started, and those that run save and end, for a later call to go on with; so they do at Ctrl-C and SIGTERM, which
-    raise KeyboardInterrupt. Returns exit statuses by name; an arm that fails does not stop the others, since a failed
-    arm may be the result.
+    raise KeyboardInterrupt. Returns exit statuses by name; an arm that fails does not stop the others, since a failure
+    may be the result.
     """
     folder = folder.absolute()  # train.py runs elsewhere
     waiting, running, codes, started = list(arms.items()), {}, {}, time.monotonic()
