@@ -32,8 +32,8 @@ def power_iteration(w: Tensor, v: Tensor, rounds: int = ROUNDS) -> tuple[Tensor,
 
 
 def finite(v: Tensor) -> Tensor:
-    """v (..., n), with zeros, from which power iteration starts anew, for one that is not finite: directions are part of
-    a checkpoint, and must not keep finite weights from being saved."""
+    """v (..., n), with zeros, from which power iteration starts anew, for one that is not finite: directions are part
+    of a checkpoint, and must not keep finite weights from being saved."""
     return torch.where(v.isfinite().all(-1, keepdim=True), v, 0)
 
 

@@ -61,7 +61,7 @@ def test_numbers_that_cannot_be_and_flags_of_the_training(tmp_path):
     for flag in ("--steps=0", "--ranks=0", "--replay_steps=-1"):
         with pytest.raises(ValueError, match=f"{flag} must be at least 1"):
             check.main(["configs/cpu_standard.toml", flag, f"--out={tmp_path / 'out'}"])
-    with pytest.raises(ConfigError, match="none.toml"):  # train.py's, not short for --replay_steps
+    with pytest.raises(ConfigError, match="none"):  # train.py's, not short for --replay_steps
         check.main(["configs/none.toml", "--replay=order.bin", f"--out={tmp_path / 'out'}"])
     assert not (tmp_path / "out").exists()
 
@@ -79,7 +79,8 @@ def test_a_corpus_is_named_with_a_space_too(tmp_path, monkeypatch):
 
 def test_runs_of_other_lengths_differ_and_losses_that_are_no_numbers_do_not(tmp_path):
     state = {"model": {"w": torch.ones(2)}}
-    for name, losses in {"first": ["NaN", 2.0], "second": ["NaN", 2.0], "short": ["NaN"], "other": ["NaN", 3.0]}.items():
+    runs = {"first": ["NaN", 2.0], "second": ["NaN", 2.0], "short": ["NaN"], "other": ["NaN", 3.0]}
+    for name, losses in runs.items():
         checkpoint.save(tmp_path / name, 2, state, keep=1)
         (tmp_path / name / "metrics.jsonl").write_text("".join(
             json.dumps({"step": i, "loss": loss}) + "\n" for i, loss in enumerate(losses)))
