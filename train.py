@@ -66,7 +66,7 @@ def train(trainer: Trainer, info: dict) -> int:
         save()
         trainer.writer.settle()
 
-    code = 1
+    code = None
     try:
         if config.record and group.is_main:
             recorder = Recorder(out / "order.bin", plan.header)
@@ -101,7 +101,6 @@ def train(trainer: Trainer, info: dict) -> int:
         metrics.say(f"done: step {trainer.step}, validation loss {record['val_loss']:.4f}, {out}")
         code = 0
     except StopRequested:
-        code = EXIT_NONFINITE  # should the step that waits turn out to be one
         with contextlib.suppress(RunFailed, RunWarned):
             log.settle()
         finish()
@@ -111,13 +110,11 @@ def train(trainer: Trainer, info: dict) -> int:
         finish()
         group.print(f"{reason}; saved to {out}")
         code = EXIT_FAILED if isinstance(reason, RunFailed) else EXIT_WARNED
-    except NonFiniteError:
-        code = EXIT_NONFINITE
-        raise
-    except USER_ERRORS:
-        code = EXIT_USER
-        raise
     finally:
+        if code is None:  # of whatever ended the run, also while it was ending: scripts resume by what run.json says
+            error = sys.exception()
+            code = (EXIT_NONFINITE if isinstance(error, NonFiniteError) else
+                    EXIT_USER if isinstance(error, USER_ERRORS) else 1)
         with contextlib.suppress(RuntimeError, RunFailed, RunWarned):  # what ends the run is told by its own error
             log.settle()
         try:

@@ -31,6 +31,12 @@ def power_iteration(w: Tensor, v: Tensor, rounds: int = ROUNDS) -> tuple[Tensor,
     return (w @ v).norm(dim=(-2, -1)), v[..., 0]
 
 
+def finite(v: Tensor) -> Tensor:
+    """v (..., n), with zeros, from which power iteration starts anew, for one that is not finite: directions are part
+    of a checkpoint, and must not keep finite weights from being saved."""
+    return torch.where(v.isfinite().all(-1, keepdim=True), v, 0)
+
+
 def alignment(x: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Spectral alignment of inputs x (..., n) of matrices W with first right singular vectors v (k, n), y = W x:
 
@@ -73,7 +79,8 @@ class Spectra:
         """Norms and directions of the weights as they are; entropies of W_Q^T W_K."""
         self.norms, self.aligned = {}, {}
         for kind, w in self._stacks():
-            self.norms[kind], self.v[kind] = top_singular(w) if exact else power_iteration(w, self.v[kind])
+            self.norms[kind], v = top_singular(w) if exact else power_iteration(w, self.v[kind])
+            self.v[kind] = finite(v)
             if kind == "heads":
                 grams = w[:, :2].double()
                 self.entropy = entropy_of_grams(*(grams @ grams.mT).unbind(1))

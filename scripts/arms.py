@@ -1,35 +1,65 @@
 """Runs several arms of one experiment side by side: train.py as subprocesses, over the GPUs that are there."""
 
+import contextlib
 import math
 import os
+import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+from attention import layer_specs
 from checkpoint import checkpoints
+from config import Config, ConfigError, load
+from data.loader import open_tokens
+from data.meta import corpus_folder
 from metrics import read_run
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = (0, 3, 4)  # train.py's exit statuses that are an outcome: finished, non-finite, failed by the rule
 
 
-def outcome(run: Path) -> int | None:
-    """The exit status with which a run's last session ended, or None: not begun, still running, or killed."""
+def last_step(run: Path) -> int | None:
+    """The step of a run's newest checkpoint; None without one."""
+    return int(saved[-1].stem.split("_")[1]) if (saved := checkpoints(run)) else None
+
+
+def outcome(run: Path, steps: int = 0) -> int | None:
+    """The exit status with which a run's last session ended, or None: not begun, still running, killed, or finished
+    before as many steps as are asked for now."""
     sessions = read_run(run).get("sessions", [])
-    return sessions[-1].get("exit_code") if sessions else None
+    code = sessions[-1].get("exit_code") if sessions else None
+    return None if code == 0 and (last_step(run) or steps) < steps else code
+
+
+def check_arm(name: str, argv: list[str]) -> Config:
+    """What train.py would make of an arm's flags. Errors: ConfigError, which names the arm, and tyro's SystemExit."""
+    with contextlib.chdir(ROOT):
+        try:
+            config = load(argv)
+            layer_specs(config.n_layer, config.n_head, config.attention, config.switches, config.attention_override,
+                        config.output_heads)
+            for split in ("train", "val"):
+                open_tokens(corpus_folder(config.dataset), split)
+        except ValueError as error:
+            raise ConfigError(f"arm {name}: {error}") from None
+    return config
 
 
 def run_arms(arms: dict[str, list[str]], folder: Path, parallel: int, gpus: int, say=print,
-             limit_s: float = math.inf) -> dict[str, int]:
+             limit_s: float = math.inf, steps: int = 0) -> dict[str, int]:
     """Runs `train.py ARGV --out_dir=folder/NAME` for each {NAME: ARGV}, at most `parallel` at a time, in order.
 
-    An arm that has its outcome already is not run again, and one that was interrupted is resumed. With several GPUs
-    the arms take turns on them. What an arm prints goes to folder/NAME.log. After `limit_s` seconds no arm is started,
-    and those that run save and end, for a later call to go on with. Returns exit statuses by name; an arm that fails
-    does not stop the others, since a failed arm may be the result.
+    An arm that has its outcome after `steps` is not run again; one that was interrupted or has fewer is resumed. With
+    several GPUs the arms take turns on them. What an arm prints goes to folder/NAME.log. After `limit_s` seconds no arm
+    is started, and those that run save and end, for a later call to go on with; so they do at Ctrl-C and SIGTERM, which
+    raise KeyboardInterrupt. Returns exit statuses by name; an arm that fails does not stop the others, since a failure
+    may be the result.
     """
+    folder = folder.absolute()  # train.py runs elsewhere
     waiting, running, codes, started = list(arms.items()), {}, {}, time.monotonic()
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         while waiting or running:
             if time.monotonic() - started > limit_s:
@@ -37,7 +67,7 @@ def run_arms(arms: dict[str, list[str]], folder: Path, parallel: int, gpus: int,
             while waiting and len(running) < parallel:
                 name, argv = waiting.pop(0)
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
-                codes[name] = outcome(folder / name)
+                codes[name] = outcome(folder / name, steps)
                 if codes[name] in RESULTS:
                     continue
                 if checkpoints(folder / name):
@@ -69,4 +99,5 @@ def run_arms(arms: dict[str, list[str]], folder: Path, parallel: int, gpus: int,
         for name, (process, _, log) in running.items():
             codes[name] = process.wait()
             log.close()
+        signal.signal(signal.SIGTERM, before)
     return codes

@@ -22,7 +22,7 @@ import torch
 
 import checkpoint
 from config import load
-from metrics import read_metrics, read_run
+from metrics import MetricsError, read_metrics, read_run, to_json
 from replay.order import OrderFile
 from scripts.bench_throughput import write_corpus
 
@@ -48,9 +48,11 @@ def differences(first: Path, second: Path) -> list[str]:
     a, b = ([{k: v for k, v in record.items() if k not in CLOCKS} for record in read_metrics(one)]
             for one in (first, second))
     found = []
-    if a != b:
+    if len(a) != len(b):
+        found.append(f"one run logged {len(a)} steps, the other {len(b)}")
+    elif to_json(a) != to_json(b):  # where NaN equals NaN
         step, name = next((x["step"], name) for x, y in zip(a, b, strict=True) for name in x | y
-                          if x.get(name) != y.get(name))
+                          if to_json(x.get(name)) != to_json(y.get(name)))
         found.append(f"{name} first differs at step {step}")
     left, right = (dict(_tensors(checkpoint.load_latest(one))) for one in (first, second))
     changed = [name for name in left | right if name not in left or name not in right
@@ -77,7 +79,8 @@ def compare_replay(recorded: Path, replayed: Path, steps: int) -> tuple[bool, fl
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+                                     allow_abbrev=False)  # --replay is train.py's, not short for --replay_steps
     parser.add_argument("config", help="a config file of train.py")
     parser.add_argument("--steps", type=int, default=300, help="optimizer steps a run")
     parser.add_argument("--ranks", type=int, default=1, help="GPUs, or processes on a CPU")
@@ -88,11 +91,14 @@ def main(argv: list[str] | None = None) -> int:
     if args.out.exists():
         print(f"check_determinism: {args.out} exists; choose another --out or remove it", file=sys.stderr)
         return 2
+    for name in ("steps", "ranks", "replay_steps"):
+        if getattr(args, name) < 1:
+            raise ValueError(f"--{name}={getattr(args, name)} must be at least 1")
     load([args.config, *flags])  # a flag that is wrong is told here, before anything is written
     args.out.mkdir(parents=True)
     common = [args.config, *flags, "--log_interval=1", f"--checkpoint_interval={args.steps}",
               f"--eval_interval={args.steps}", "--keep_checkpoints=1"]
-    if not any(flag.startswith("--dataset=") for flag in flags):
+    if not any(flag.split("=")[0] == "--dataset" for flag in flags):
         common.append(f"--dataset={write_corpus(args.out / 'corpus')}")
     first, second, one = (args.out / name for name in ("first", "second", "one_rank"))
     for out in (first, second):
@@ -119,6 +125,6 @@ def main(argv: list[str] | None = None) -> int:
 if __name__ == "__main__":
     try:
         sys.exit(main())
-    except ValueError as error:
+    except (ValueError, MetricsError, checkpoint.CheckpointError) as error:
         print(f"check_determinism: {error}", file=sys.stderr)
         sys.exit(2)

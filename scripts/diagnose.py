@@ -41,7 +41,10 @@ from replay.order import OrderFile
 def open_run(run: Path, dataset: str | None = None) -> tuple:
     """(config, plan) of a finished or running run, its data and order checked against each other. Errors: ValueError,
     CheckpointError."""
-    config = from_dict(checkpoint.load_latest(run)["config"], str(run))
+    state = checkpoint.load_latest(run)
+    if "config" not in state:
+        raise ConfigError(f"{run} has no entry 'config'; it is not a checkpoint of train.py")
+    config = from_dict(state["config"], str(run))
     own = run / "order.bin"
     order = own if own.is_file() else config.replay
     config = dataclasses.replace(config, out_dir=str(run), init_from="resume", dataset=dataset or config.dataset,
@@ -161,7 +164,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--save-scene", metavar="FILE", help="write the scene there, and nothing else")
     parser.add_argument("--out", metavar="DIR", help="default: RUN/diagnosis, or the scene's folder")
     parser.add_argument("--dataset", metavar="DIR", help="the run's corpus, where it has moved")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu or cuda")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu",
+                        choices=("cpu", "cuda"))
     args = parser.parse_args(argv)
     try:
         if bool(args.run) == bool(args.scene):

@@ -177,7 +177,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--dtype", choices=("bfloat16", "float32", "float16"), default="bfloat16", help="of the model")
     parser.add_argument("--epsilon", type=float, default=1e-3, help="scores this close to the maximum count as one")
     parser.add_argument("--out", metavar="DIR", type=Path, default=Path("preconditions"), help="default: preconditions")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu or cuda")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu",
+                        choices=("cpu", "cuda"))
     args = parser.parse_args(argv)
     try:
         if args.tokens < SHORTEST:

@@ -11,10 +11,10 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that the script runs from anywhere
 
 import checkpoint
-from config import ConfigError
+from config import ConfigError, from_dict
 from hf import save_pretrained
 from model import GPTConfig
-from scripts.sample import read_run
+from scripts.sample import read_run, sampling_specs, switched
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -27,8 +27,12 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         state = read_run(args.source)
-        if missing := {"model", "model_args", "data"} - set(state):
+        if missing := {"model", "model_args", "data", "config", "step"} - set(state):
             raise ConfigError(f"{args.source} has no entry {min(missing)!r}; it is not a checkpoint of train.py")
+        specs = sampling_specs(from_dict(state["config"], args.source), "run", switched(state, args.source))
+        if capped := [i for i, spec in enumerate(specs) if spec.softcap]:
+            raise ConfigError(f"{args.source} has softcap={specs[capped[0]].softcap:g} on the scores of layer "
+                              f"{capped[0]}: it cannot be exported, Hugging Face's GPT-2 has no such option")
         config = GPTConfig(**state["model_args"])
         save_pretrained(config, checkpoint.strip_prefixes(state["model"]), args.out, args.vocab_size)
     except (ValueError, OSError, checkpoint.CheckpointError) as error:

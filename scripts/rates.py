@@ -6,7 +6,6 @@ until it counts as failed (failure.FailureRule) or reaches the last step, and wr
 """
 
 import argparse
-import json
 import math
 import statistics
 import sys
@@ -18,8 +17,10 @@ from pathlib import Path
 import torch
 
 from failure import WINDOW, failure_of
-from scripts.arms import RESULTS, outcome, run_arms
-from scripts.runs import Run, load_run
+from metrics import MetricsError, to_json
+from scripts.arms import RESULTS, check_arm, last_step, outcome, run_arms
+from scripts.runs import CompareError, Run, load_run
+from stop import EXIT_SIGTERM
 
 FAILS, STABLE, UNTRIED = "fails", "stable", "not tried"
 FIRST = "flash_bf16"  # the run that fails: it proposes the layer and the heads that other arms name
@@ -58,17 +59,20 @@ def interval(failed: int, runs: int, z: float = 1.96) -> tuple[float, float]:
     return max(0.0, (centre - half) / (1 + z * z / n)), min(1.0, (centre + half) / (1 + z * z / n))
 
 
-def row(arm: str, seed: int, folder: Path, proposal: dict | None) -> dict:
-    """One line of the table. `failed` is None for a run that is not finished; `final_loss` is the mean of the last
-    50 logged losses, in nats; `ties` and `wq_norm` are the proposed layer's at its last probe (share of rows with
-    tied maxima in its worst head; largest spectral norm of W_Q of a head)."""
-    status = outcome(folder)
+def row(arm: str, seed: int, folder: Path, proposal: dict | None, steps: int = 0) -> dict:
+    """One line of the table. `failed` is None for a run that is not finished after `steps`; `final_loss` is the mean of
+    the last 50 logged losses, in nats; `ties` and `wq_norm` are the proposed layer's at its last probe (share of rows
+    with tied maxima in its worst head; largest spectral norm of W_Q of a head)."""
+    status = outcome(folder, steps)
     found = dict.fromkeys(("arm", "seed", "failed", "step_of_failure", "final_loss", "last_step", "layer", "ties",
                            "wq_norm"))
     found |= {"arm": arm, "seed": seed}
     if not (folder / "metrics.jsonl").exists():
         return found
-    run = load_run(folder)
+    try:
+        run = load_run(folder)
+    except CompareError:  # ended before it logged a loss
+        return found
     losses = run.series("loss")[1]
     found |= {"final_loss": statistics.fmean(losses[-WINDOW:]), "last_step": run.steps - 1}
     if status in RESULTS:
@@ -108,7 +112,7 @@ def parser(description: str, out: str, arms: Iterable[str]) -> argparse.Argument
     found.add_argument("--out", type=Path, default=Path(out))
     found.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3, 4, 5], help="of weights and order")
     found.add_argument("--steps", type=int, default=10000, help="an arm that has not failed by then is stable")
-    found.add_argument("--arms", nargs="*", default=list(arms), choices=list(arms), metavar="ARM",
+    found.add_argument("--arms", nargs="+", default=list(arms), choices=list(arms), metavar="ARM",
                        help=f"default: {' '.join(arms)}")
     found.add_argument("--parallel", type=int, default=max(1, torch.cuda.device_count()), help="arms at a time")
     found.add_argument("--minutes", type=float, default=math.inf,
@@ -117,9 +121,11 @@ def parser(description: str, out: str, arms: Iterable[str]) -> argparse.Argument
 
 
 def run_experiment(arms: dict[str, Arm], args: argparse.Namespace, extra: list[str]) -> dict:
-    """Runs `args.arms` over `args.seeds` and returns {"rows", "summary"}, also as it stands when interrupted.
+    """Runs `args.arms` over `args.seeds` and returns {"steps", "proposals", "rows", "summary", "errors"}, also as it
+    stands when interrupted; errors: log files of arms that have no outcome because train.py ended with an error.
 
-    Arms whose flags name a layer wait for their seed's first run. Errors: ValueError where that has no probes.
+    Arms whose flags name a layer wait for their seed's first run. Errors, before anything is started: ValueError for
+    flags that cannot run, and for runs in `args.out` that are past `args.steps`.
     """
     gpus, deadline = torch.cuda.device_count(), time.monotonic() + 60 * args.minutes
     waits = {name: any("{" in flag for flag in arms[name].flags) for name in args.arms}
@@ -128,38 +134,57 @@ def run_experiment(arms: dict[str, Arm], args: argparse.Namespace, extra: list[s
     folders = {(name, seed): f"seed{seed}/{name}" for name in [*first, *args.arms] for seed in args.seeds}
     proposals: dict[int, dict] = {}
 
+    def argv(name: str, seed: int, chosen: dict) -> list[str]:
+        words = {"layer": chosen.get("layer"), "head": chosen.get("head"),
+                 "heads": ",".join(map(str, chosen.get("heads", [])))}
+        return [*common, f"--seed={seed}", *(flag.format(**words) for flag in arms[name].flags)]
+
+    _check(args, {name: argv(name, args.seeds[0], {"layer": 0, "head": 0, "heads": [0]})
+                  for name in [*first, *args.arms]}, any(waits.values()), folders.values())
+    codes: dict[str, int | None] = {}
+
     def run(names: list[str]) -> None:
-        commands = {}
-        for seed in args.seeds:
-            chosen = proposals.get(seed, {})
-            words = {"layer": chosen.get("layer"), "head": chosen.get("head"),
-                     "heads": ",".join(map(str, chosen.get("heads", [])))}
-            for name in names:
-                if chosen or not waits.get(name):
-                    commands[folders[name, seed]] = [*common, f"--seed={seed}",
-                                                     *(flag.format(**words) for flag in arms[name].flags)]
-        run_arms(commands, args.out, args.parallel, gpus, limit_s=deadline - time.monotonic())
+        commands = {folders[name, seed]: argv(name, seed, proposals.get(seed, {})) for seed in args.seeds
+                    for name in names if seed in proposals or not waits.get(name)}
+        codes.update(run_arms(commands, args.out, args.parallel, gpus, limit_s=deadline - time.monotonic(),
+                              steps=args.steps))
 
     try:
         run([*first, *(name for name in args.arms if not waits[name])])
-    finally:
-        for seed in args.seeds:
-            folder = args.out / folders.get((FIRST, seed), "none")
-            if outcome(folder) in RESULTS:
+        for seed in args.seeds if (FIRST, args.seeds[0]) in folders else ():
+            if outcome(folder := args.out / folders[FIRST, seed], args.steps) in RESULTS and any(waits.values()):
                 proposals[seed] = propose(load_run(folder))
-    try:
         if late := [name for name in args.arms if waits[name]]:
             run(late)
-    finally:
-        rows = [row(name, seed, args.out / folder, proposals.get(seed)) for (name, seed), folder in folders.items()]
-        found = {"steps": args.steps, "proposals": proposals, "rows": rows, "summary": summary(rows, arms)}
-    return found
+    except KeyboardInterrupt:
+        print("interrupted; the same command goes on", file=sys.stderr)
+    rows = [row(name, seed, args.out / folder, proposals.get(seed), args.steps)
+            for (name, seed), folder in folders.items()]
+    return {"steps": args.steps, "proposals": proposals, "rows": rows, "summary": summary(rows, arms),
+            "errors": [f"{args.out / name}.log" for name, code in codes.items()
+                       if code not in (*RESULTS, None, EXIT_SIGTERM)]}
+
+
+def _check(args: argparse.Namespace, arms: dict[str, list[str]], proposes: bool, folders: Iterable[str]) -> None:
+    """Errors: ValueError for what a user can change, before anything is started."""
+    for name in ("steps", "parallel", "minutes"):
+        if not getattr(args, name) > 0:
+            raise ValueError(f"--{name}={getattr(args, name)} must be positive")
+    for name, argv in arms.items():
+        config = check_arm(name, argv)
+        if proposes and name == FIRST and not config.probe_interval and config.monitor == "off":
+            raise ValueError("arms that name a layer take it from probes of the first run, and probe_interval=0; add "
+                             "--probe_interval=100")
+    for folder in (args.out / name for name in folders):
+        if (last_step(folder) or 0) > args.steps:
+            raise ValueError(f"{folder} is at step {last_step(folder)}, past --steps={args.steps}; give at least that, "
+                             "or another --out")
 
 
 def write(found: dict, path: Path) -> None:
     """The experiment as JSON, and its summary as a table on standard output."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(found, indent=1) + "\n")
+    path.write_text(to_json(found, indent=1) + "\n")
     width = max(len(line["arm"]) for line in found["summary"])
     print(f"{'arm':<{width}}  {'paper':<10}failed  rate, 95 %    step   loss   ties    W_Q")
     for line in found["summary"]:
@@ -172,13 +197,23 @@ def write(found: dict, path: Path) -> None:
                   + (f"  ({line['unfinished']} unfinished)" if line["unfinished"] else ""))
 
 
-def main(description: str, arms: dict[str, Arm], out: str, file: str, argv: list[str] | None = None) -> int:
-    """A script of one experiment: parses, runs, writes OUT/FILE. Further --key=value go to train.py."""
-    args, extra = parser(description, out, arms).parse_known_args(argv)
+def run_and_write(arms: dict[str, Arm], args: argparse.Namespace, extra: list[str], path: Path) -> dict | None:
+    """`run_experiment`, then `write`; None, and a sentence, where that cannot be."""
     try:
         found = run_experiment(arms, args, extra)
-    except ValueError as error:
+        write(found, path)
+    except (ValueError, MetricsError, OSError) as error:
         print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
-        return 2
-    write(found, args.out / file)
-    return 0
+        return None
+    if found["errors"]:
+        print(f"{Path(sys.argv[0]).name}: {len(found['errors'])} arm(s) ended with an error, see "
+              f"{found['errors'][0]}; the same command goes on", file=sys.stderr)
+    return found
+
+
+def main(description: str, arms: dict[str, Arm], out: str, file: str, argv: list[str] | None = None) -> int:
+    """A script of one experiment: parses, runs, writes OUT/FILE. Further --key=value go to train.py. Exit status: 1
+    where arms ended with an error, 2 where nothing could be run."""
+    args, extra = parser(description, out, arms).parse_known_args(argv)
+    found = run_and_write(arms, args, extra, args.out / file)
+    return 2 if found is None else 1 if found["errors"] else 0

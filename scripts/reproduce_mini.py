@@ -17,9 +17,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
+from config import ConfigError
 from replay.order import OrderFile
 from scripts import compare
-from scripts.arms import RESULTS, run_arms
+from scripts.arms import RESULTS, check_arm, run_arms
 
 RECORDED = "flash_bf16"
 ARMS = ("flash_bf16:delta=dp_p", "standard", "flash_fa2", "flash_fp32", "stabilized")
@@ -48,6 +49,17 @@ def main(argv: list[str] | None = None) -> int:
     common = [f"--dataset={args.dataset}", f"--max_iters={args.steps}", f"--seed={args.seed}", *extra]
     gpus = torch.cuda.device_count()
     name, first = argv_of(RECORDED, [*common, "--stop_when_failed=True"])
+    try:
+        others = dict(argv_of(arm, common) for arm in args.arms)
+        if name in others or len(others) < len(args.arms):
+            raise ConfigError(f"--arms {' '.join(args.arms)}: an arm is named twice, or {RECORDED}, which is recorded")
+        for arm, flags in {name: first, **others}.items():
+            check_arm(arm, flags)  # hours before its turn comes
+        if args.parallel < 1:
+            raise ConfigError(f"--parallel={args.parallel} must be at least 1")
+    except ConfigError as error:
+        print(f"reproduce_mini: {error}", file=sys.stderr)
+        return 2
     codes = run_arms({name: first}, args.out, 1, gpus)
     order = args.out / name / "order.bin"
     if codes[name] not in RESULTS or not order.exists():

@@ -14,10 +14,12 @@ import torch
 
 import checkpoint
 from attention import AttentionLayer, AttentionSpec, layer_specs
+from attention.spec import from_key
 from config import ConfigError, from_dict
 from data.tokenizer import tokenizer
 from hf import HUB, load_pretrained, read_pretrained
 from model import GPT, GPTConfig
+from replay.switches import from_plain
 
 
 def read_run(source: str) -> dict:
@@ -25,11 +27,19 @@ def read_run(source: str) -> dict:
     return checkpoint.load(source) if Path(source).is_file() else checkpoint.load_latest(source)
 
 
-def sampling_specs(config, attention: str) -> list[AttentionSpec]:
-    """One spec a layer: the run's own for attention="run", else this backend with the run's soft cap on the scores."""
+def sampling_specs(config, attention: str, switches=()) -> list[AttentionSpec]:
+    """One spec a layer: the run's own for attention="run", after these switches of its layers, else this backend with
+    the run's soft cap on the scores."""
     specs = layer_specs(config.n_layer, config.n_head, config.attention, config.switches, config.attention_override,
                         config.output_heads)
+    for switch in switches:
+        specs[switch.layer] = from_key(switch.spec)
     return specs if attention == "run" else [AttentionSpec(attention, softcap=spec.softcap) for spec in specs]
+
+
+def switched(state: dict, source: str) -> list:
+    """What a checkpoint's layers had been switched to by its step. Errors: OrderError."""
+    return [s for s in from_plain(state.get("switches", []), source) if s.step <= state["step"]]
 
 
 def load_model(source: str, attention: str = "flash_fp32") -> tuple[GPT, str, int]:
@@ -43,7 +53,7 @@ def load_model(source: str, attention: str = "flash_fp32") -> tuple[GPT, str, in
         return model.eval(), "gpt2", config.vocab_size
     state = read_run(source)
     try:
-        specs = sampling_specs(from_dict(state["config"], source), attention)
+        specs = sampling_specs(from_dict(state["config"], source), attention, switched(state, source))
         config = GPTConfig(**state["model_args"])
         data, weights = state["data"], checkpoint.strip_prefixes(state["model"])
     except KeyError as error:
@@ -84,7 +94,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest token")
     parser.add_argument("--top_k", type=int, default=200, help="draw among the k likeliest; 0 is all")
     parser.add_argument("--seed", type=int, default=1337, help="of the draws")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu or cuda")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu",
+                        choices=("cpu", "cuda"))
     parser.add_argument("--attention", default="flash_fp32", help="a backend, or run for the run's own")
     parser.add_argument("--gpt2_ranks", metavar="FILE", help="merge ranks in tiktoken's format, instead of a download")
     args = parser.parse_args(argv)

@@ -12,7 +12,8 @@ import checkpoint
 from attention import AttentionLayer, AttentionSpec
 from config import Config, as_dict
 from model import GPT, GPTConfig
-from scripts import export_hf
+from replay.switches import Switch, plain
+from scripts import diagnose, diagnose_hf, export_hf
 from scripts import sample as script
 
 TEXT = "abcdefgh" * 8
@@ -119,8 +120,10 @@ def test_a_foreign_checkpoint_is_named(tmp_path, capsys):
     checkpoint.save(tmp_path, 1, {"weights": torch.ones(2)}, keep=1)
     assert script.main([str(tmp_path)]) == 2
     assert "has no entry 'config'; it is not a checkpoint of train.py" in capsys.readouterr().err
+    assert diagnose.main([str(tmp_path)]) == 2
+    assert "has no entry 'config'; it is not a checkpoint of train.py" in capsys.readouterr().err
     assert export_hf.main([str(tmp_path), str(tmp_path / "hf")]) == 2
-    assert "has no entry 'data'; it is not a checkpoint of train.py" in capsys.readouterr().err
+    assert "has no entry 'config'; it is not a checkpoint of train.py" in capsys.readouterr().err
 
 
 def test_an_exported_run_loads_in_transformers_and_samples_from_its_folder(run, tmp_path, capsys):
@@ -142,3 +145,27 @@ def test_an_exported_run_loads_in_transformers_and_samples_from_its_folder(run, 
     assert "has 320 tokens, but its tokenizer would be gpt2 with 357" in capsys.readouterr().err
     assert export_hf.main([str(out), str(tmp_path / "hf")]) == 2
     assert "already holds a config.json" in capsys.readouterr().err
+
+
+def test_a_layer_that_the_monitor_moved_is_read_with_the_attention_it_has(tmp_path, capsys):
+    """A remedy may be a soft cap, which weights that were trained with it need; a switch of a later step is none."""
+    write_run(tmp_path / "run", trained=False, n_layer=2)
+    state = checkpoint.load_latest(tmp_path / "run")
+    switches = [Switch(5, 1, AttentionSpec("flash_bf16", softcap=3.0).key), Switch(8, 0, AttentionSpec("sdpa").key)]
+    state["switches"] = plain(switches)
+    checkpoint.save(tmp_path / "moved", state.pop("step"), state, keep=1)
+    for attention, backends in (("run", ["standard", "flash_bf16"]), ("flash_fp32", ["flash_fp32"] * 2)):
+        model, _, _ = script.load_model(str(tmp_path / "moved"), attention)
+        specs = [block.attn.attend.spec for block in model.transformer.h]
+        assert [s.backend for s in specs] == backends and [s.softcap for s in specs] == [0.0, 3.0]
+    assert export_hf.main([str(tmp_path / "moved"), str(tmp_path / "hf")]) == 2
+    assert "softcap=3 on the scores of layer 1: it cannot be exported" in capsys.readouterr().err
+    assert not (tmp_path / "hf").exists()
+
+
+@pytest.mark.parametrize("main, argv", [(script.main, ["run"]), (diagnose.main, ["run"]),
+                                        (diagnose_hf.main, ["model", "--text=x"])], ids=["sample", "diagnose", "hf"])
+def test_an_unknown_device_is_a_sentence(main, argv, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main([*argv, "--device=gpu"])
+    assert stop.value.code == 2 and "--device: invalid choice: 'gpu' (choose from" in capsys.readouterr().err

@@ -165,3 +165,19 @@ def test_directions_go_on_from_a_state():
         watch.update(False)
     assert all(torch.equal(a.norms[kind], b.norms[kind]) and torch.equal(a.v[kind], b.v[kind]) for kind in a.v)
     assert set(a.v) == {*weights.KINDS, "heads"} and spectra.ROUNDS >= 2
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_weights_too_large_to_iterate_on_leave_directions_that_can_be_saved(exact):
+    """W^T W of 1e30 overflows FP32, the weights themselves do not; the next probe starts anew."""
+    model = GPT(GPTConfig(1, 2, 32, 8, 64), [AttentionLayer(AttentionSpec("flash_fp32"), 0)])
+    found = Spectra(model)
+    weight = model.transformer.h[0].attn.c_proj.weight.data
+    kept = weight.clone()
+    weight.mul_(1e32)
+    found.update(exact)
+    assert all(v.isfinite().all() for v in found.state_dict().values())
+    weight.copy_(kept)
+    for _ in range(100):
+        found.update(False)
+    assert found.norms["W_O"].item() == pytest.approx(torch.linalg.matrix_norm(kept, 2).item(), rel=1e-2)

@@ -2,11 +2,13 @@
 
 import json
 import shutil
+import sys
 
 import pytest
 import torch
 from tiny_runs import TINY, write_corpus
 
+import checkpoint
 import scripts.check_determinism as check
 from config import ConfigError
 
@@ -53,3 +55,35 @@ def test_what_is_wrong_is_told_before_anything_is_written(tmp_path, capsys):
     with pytest.raises(SystemExit, match="status 2; its last lines"):
         check.main(["configs/cpu_standard.toml", "--steps=1", f"--dataset={tmp_path / 'none'}",
                     f"--out={tmp_path / 'out'}"])
+
+
+def test_numbers_that_cannot_be_and_flags_of_the_training(tmp_path):
+    for flag in ("--steps=0", "--ranks=0", "--replay_steps=-1"):
+        with pytest.raises(ValueError, match=f"{flag} must be at least 1"):
+            check.main(["configs/cpu_standard.toml", flag, f"--out={tmp_path / 'out'}"])
+    with pytest.raises(ConfigError, match="none"):  # train.py's, not short for --replay_steps
+        check.main(["configs/none.toml", "--replay=order.bin", f"--out={tmp_path / 'out'}"])
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_corpus_is_named_with_a_space_too(tmp_path, monkeypatch):
+    """And not replaced by random tokens."""
+    started = []
+    monkeypatch.setattr(check, "run", lambda out, ranks, argv: started.append(argv))
+    monkeypatch.setattr(check, "differences", lambda first, second: sys.exit(0))
+    with pytest.raises(SystemExit):
+        check.main(["configs/cpu_standard.toml", f"--out={tmp_path / 'out'}", "--dataset", "mine"])
+    assert len(started) == 2 and all(argv[1:3] == ["--dataset", "mine"] for argv in started)
+    assert not any("corpus" in flag for argv in started for flag in argv)
+
+
+def test_runs_of_other_lengths_differ_and_losses_that_are_no_numbers_do_not(tmp_path):
+    state = {"model": {"w": torch.ones(2)}}
+    runs = {"first": ["NaN", 2.0], "second": ["NaN", 2.0], "short": ["NaN"], "other": ["NaN", 3.0]}
+    for name, losses in runs.items():
+        checkpoint.save(tmp_path / name, 2, state, keep=1)
+        (tmp_path / name / "metrics.jsonl").write_text("".join(
+            json.dumps({"step": i, "loss": loss}) + "\n" for i, loss in enumerate(losses)))
+    assert check.differences(tmp_path / "first", tmp_path / "second") == []
+    assert check.differences(tmp_path / "first", tmp_path / "short") == ["one run logged 2 steps, the other 1"]
+    assert check.differences(tmp_path / "first", tmp_path / "other") == ["loss first differs at step 1"]

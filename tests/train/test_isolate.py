@@ -2,16 +2,20 @@
 
 import json
 import math
+import re
+import signal
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from attention import layer_specs
 from config import load
-from scripts import cures, grid
+from scripts import arms, cures, grid, isolate, reproduce_mini
 from scripts.isolate import ARMS
-from scripts.rates import Arm, interval, parser, propose, row, summary
+from scripts.rates import Arm, interval, parser, propose, row, summary, write
 from scripts.runs import Run
 
 
@@ -126,3 +130,95 @@ def test_the_small_run_and_its_replays_end_in_a_comparison(runner, corpus):
     assert all(r["common_steps"] == 4 for r in rows)
     assert all((out / name).stat().st_size > 20_000 for name in ("figure.png", "layers.png"))
     assert runner.start(command).communicate(timeout=60)[1].endswith("choose another --out or remove it\n")
+
+
+@pytest.fixture
+def one_arm(runner, corpus):
+    """scripts/isolate.py with one arm of one seed on the tiny run: (folder, function of steps -> its command)."""
+    flags = [a for a in runner.argv("unused") if not a.startswith(("--out_dir", "--dataset", "--max_iters"))]
+    return runner.root / "arms", lambda steps: [
+        "--config", "configs/cpu_flash_bf16.toml", "--dataset", str(corpus), "--out", str(runner.root / "arms"),
+        "--seeds", "1", "--steps", str(steps), "--arms", "pv_fp32", *flags]
+
+
+def table(folder) -> dict:
+    (found,) = json.loads((folder / "isolation.json").read_text())["rows"]
+    return found
+
+
+def test_more_steps_go_on_and_fewer_are_refused(one_arm, capsys):
+    """An arm that was stable for 3 steps is not one that was stable for 5."""
+    folder, argv = one_arm
+    for steps in (3, 5):
+        assert isolate.main(isolate.__doc__, ARMS, "", "isolation.json", argv(steps)) == 0
+        assert (table(folder)["failed"], table(folder)["last_step"]) == (False, steps - 1)
+    assert isolate.main(isolate.__doc__, ARMS, "", "isolation.json", argv(4)) == 2
+    assert "seed1/pv_fp32 is at step 5, past --steps=4; give at least that, or" in capsys.readouterr().err
+
+
+def test_an_interrupted_experiment_leaves_no_arm_running_and_a_table(runner, one_arm):
+    """SIGTERM to the script: its arm saves and ends, and an arm that has logged no loss yet is an unfinished one."""
+    folder, argv = one_arm
+    script = runner.start([sys.executable, "scripts/isolate.py", *argv(100_000)])
+    deadline = time.monotonic() + 60
+    while not (folder / "seed1/pv_fp32/run.json").exists():
+        assert script.poll() is None and time.monotonic() < deadline
+        time.sleep(0.02)
+    script.send_signal(signal.SIGTERM)
+    said = script.communicate(timeout=60)
+    assert arms.outcome(folder / "seed1/pv_fp32") == 143 and "interrupted; the same command goes on" in said[1], said
+    assert table(folder)["failed"] is None
+    (folder / "seed1/pv_fp32/metrics.jsonl").write_text("")
+    assert row("pv_fp32", 1, folder / "seed1/pv_fp32", None)["failed"] is None
+
+
+def test_an_experiment_run_from_another_folder_reads_what_it_wrote(one_arm):
+    folder, argv = one_arm
+    command = [a if a != str(folder) else folder.name for a in argv(2)]
+    subprocess.run([sys.executable, arms.ROOT / "scripts/isolate.py", *command], cwd=folder.parent, check=True,
+                   capture_output=True, timeout=60)
+    assert table(folder)["last_step"] == 1
+
+
+@pytest.mark.parametrize("flags, message", [
+    (["--dataset", "/nowhere"], "arm pv_fp32: the data folder /nowhere does not exist"),
+    (["--parallel", "0"], "--parallel=0 must be positive"),
+    (["--minutes", "nan"], "--minutes=nan must be positive"),
+    (["--pv=fp16"], "pv_fp32: pv='fp16'|pv='fp16' is not one of"),
+    (["--learnin_rate=1"], "learnin"),
+    (["--arms"], "--arms: expected at least one argument"),
+    (["--arms", "standard_in_that_layer", "--probe_interval=0"], "probe_interval=0; add --probe_interval=100")])
+def test_what_cannot_run_is_told_before_anything_is_started(one_arm, capsys, flags, message):
+    folder, argv = one_arm
+    try:
+        code = isolate.main(isolate.__doc__, {**ARMS, "pv_fp32": Arm()}, "", "isolation.json", [*argv(2), *flags])
+    except SystemExit as stop:  # argparse's and tyro's
+        code = stop.code
+    said = capsys.readouterr()
+    assert code == 2 and re.search(message, " ".join((said.out + said.err).split())) and not folder.exists()
+
+
+def test_an_arm_that_ends_with_an_error_is_told(one_arm, monkeypatch, capsys):
+    folder, argv = one_arm
+    (folder / "seed1").mkdir(parents=True)
+    (folder / "seed1/pv_fp32").write_text("no folder")
+    assert isolate.main(isolate.__doc__, ARMS, "", "isolation.json", argv(2)) == 1
+    assert "1 arm(s) ended with an error, see" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arm, message", [("flash_bf16:delt=dp_p", "delt"), ("flash_bf16", "an arm is named twice, or"),
+                                          ("flash", "flash"), ("standard:pv=fp32", "arm standard_pv_fp32: ")])
+def test_the_small_run_checks_its_arms_before_it_records(tmp_path, corpus, capsys, arm, message):
+    argv = ["--dataset", str(corpus), "--out", str(tmp_path / "mini"), "--arms", arm]
+    try:
+        code = reproduce_mini.main(argv)
+    except SystemExit as stop:
+        code = stop.code
+    said = capsys.readouterr()
+    assert code == 2 and message in said.out + said.err and not (tmp_path / "mini").exists()
+
+
+def test_an_experiment_of_losses_that_are_not_numbers_is_json(tmp_path):
+    found = {"rows": [{"final_loss": math.nan}], "summary": [{"arm": "a", "finished": 0, "unfinished": 0}]}
+    write(found, tmp_path / "x.json")
+    assert json.loads((tmp_path / "x.json").read_text(), parse_constant=pytest.fail)

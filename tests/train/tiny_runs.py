@@ -84,6 +84,10 @@ def _tensors(value, name=""):
             yield from _tensors(item, f"{name}.{key}")
 
 
+def _sessions(header: Path) -> list[dict]:
+    return json.loads(header.read_text())["sessions"] if header.is_file() else []
+
+
 @dataclass
 class Runner:
     """Starts tiny runs; `flags` replace the defaults of TINY."""
@@ -99,6 +103,8 @@ class Runner:
     def __call__(self, name: str, code: int = 0, **flags) -> Run:
         """A run in this process, which must end with `code`."""
         out, err = io.StringIO(), io.StringIO()
+        header = Path(flags.get("out_dir", self.root / name)) / "run.json"
+        sessions = _sessions(header)
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             try:
                 got = train.main(self.argv(name, **flags))
@@ -106,6 +112,8 @@ class Runner:
                 got = stop.code
         run = Run(Path(flags.get("out_dir", self.root / name)), got, out.getvalue(), err.getvalue())
         assert got == code, f"exit status {got} instead of {code}\n{run.stdout}\n{run.stderr}"
+        for session in _sessions(header)[len(sessions):]:
+            assert session.get("exit_code", got) == got, "run.json, by which scripts resume, has another exit status"
         return run
 
     def same(self, a: Run, b: Run):
