@@ -183,6 +183,9 @@ class Metrics:
             os.write(self._fd, b"\n")  # a kill tore the last line: close it, so that only that one is lost
         if size and "start_step" in now:
             os.write(self._fd, (to_json({"resumed_at": now["start_step"]}) + "\n").encode())
+        changed, old = session.get("changed", {}).get("config", {}), before.get("config", {})
+        if told := [f"{key} {old.get(key)!r} -> {value!r}" for key, value in changed.items() if key != "init_from"]:
+            self.say(f"resumed with other settings than the run began with: {', '.join(told)}")
 
     def _write_header(self) -> None:
         temporary = self._header.with_name("run.json.tmp")

@@ -5,7 +5,7 @@ W_Q; among nearly equal ones, the most ties), runs a few of the recorded sequenc
 figures 3, 4, 5, 6, 11, 12 and 13 of arXiv 2510.04212 as PNG, their numbers as diagnosis.json, what they say in
 diagnosis.md, and the tensors behind them as scene.npz. --scene FILE does the same from such a file, without the run.
 
-A small scene to keep (two sequences at two steps: 3 MB with 512 tokens, 64 features a head and 384 in all):
+A small scene to keep (two sequences at two steps: 2.3 MB with 512 tokens, 64 features a head and 384 in all):
 
     python scripts/diagnose.py RUN --steps 5200,5600 --sequences 2 --save-scene scene.npz
 """

@@ -89,6 +89,8 @@ def test_resume_can_change_the_backend_and_says_so(runner):
     runner("run", max_iters=3)
     resumed = runner("run", init_from="resume", attention="standard")
     assert resumed.info["config"]["attention"] == "flash_bf16"
+    (line,) = [x for x in resumed.stdout.splitlines() if "resumed with other settings than the run began with" in x]
+    assert "attention 'flash_bf16' -> 'standard'" in line and "max_iters 3 -> 6" in line and "init_from" not in line
     changed = resumed.info["sessions"][1]["changed"]
     assert changed["config"]["attention"] == "standard" and changed["attention"][0].startswith("standard")
     assert resumed.records[:3] == runner("same", max_iters=3).records[:3]
