@@ -46,8 +46,9 @@ def load_run(path: str | Path) -> Run:
     """Errors: MetricsError where files are missing or damaged, CompareError for a run without a loss."""
     file, info = find_metrics(path), read_run(path)
     own = file.name.startswith("metrics.jsonl")
-    default = file.parent.resolve().name if own else file.name.split(".jsonl")[0]
-    run = Run(file.parent, own, info, read_metrics(file), info.get("name") or default)
+    # A file that was kept is called as it is now, whatever its folder was called.
+    name = info.get("name") or file.parent.resolve().name if own else file.name.split(".jsonl")[0]
+    run = Run(file.parent, own, info, read_metrics(file), name)
     if run.steps == 0:
         raise CompareError(f"{file} has no logged loss, so there is nothing to compare; train for at least one step")
     return run

@@ -68,7 +68,7 @@ def test_recorded_runs(capsys, tmp_path):
     assert default.split()[-7:] == ["1", "of", "1", "4730", "0", "of", "3"]
     (warned,) = [r for r in json.loads(out.read_text())["runs"] if r["step_of_warning"] is not None]
     assert [warned[key] for key in ("name", "step_of_warning", "layer", "head", "signal", "step_of_failure")] == [
-        "b64_flash_bf16", 3300, 1, 2, "ties", 8030]
+        "seed1_b64_flash_bf16", 3300, 1, 2, "ties", 8030]
 
 
 def test_refused(tmp_path, capsys):
