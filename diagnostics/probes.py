@@ -30,15 +30,10 @@ def attention_inputs(model: nn.Module) -> Iterator[dict[int, tuple[Tensor, Tenso
 
 
 def wq_norms(weight: Tensor, n_head: int) -> Tensor:
-    """Largest singular value of each head's W_Q, (H,), from a fused c_attn weight (3 C, C); paper figure 3."""
-    return largest_eigenvalues(_wq_grams(weight, n_head)).clamp_min(0).sqrt()
-
-
-def _wq_grams(weight: Tensor, n_head: int) -> Tensor:
-    """W_Q W_Q^T of each head, (H, D, D) float64."""
-    C = weight.shape[1]
-    wq = weight[:C].detach().double().view(n_head, C // n_head, C)
-    return wq @ wq.mT
+    """Largest singular value of each head's W_Q, (..., H), from c_attn weights (..., 3 C, C), of which the first C rows
+    are read; paper figure 3."""
+    wq = weight[..., :weight.shape[-1], :].detach().double().unflatten(-2, (n_head, -1))
+    return largest_eigenvalues(wq @ wq.mT).clamp_min(0).sqrt()
 
 
 def dominant(gram: Tensor) -> Tensor:
@@ -76,15 +71,10 @@ def measure(model: nn.Module, idx: Tensor, autocast) -> Tensor:
     model.train(training)
     blocks = [m for m in model.modules() if hasattr(m, "c_attn")]
     layers = [m for m in model.modules() if isinstance(m, AttentionLayer)]
-    ties, row_max, grams = [], [], []
-    for i, (block, layer) in enumerate(zip(blocks, layers, strict=True)):
-        q, k, v = inputs[i]
-        _, stats = attend(q, k, v, layer.spec, layer.rng, stats=True)
-        ties.append((stats.ties > 1).double().mean((0, 2)))
-        row_max.append(stats.row_max.double().amax((0, 2)))
-        grams.append(_wq_grams(block.c_attn.weight, q.shape[1]))
-    norms = largest_eigenvalues(torch.stack(grams)).clamp_min(0).sqrt()
-    return torch.stack([torch.stack(ties), torch.stack(row_max), norms])
+    stats = [attend(*inputs[i], layer.spec, layer.rng, stats=True)[1] for i, layer in enumerate(layers)]
+    ties, row_max = torch.stack([one.ties for one in stats]), torch.stack([one.row_max for one in stats])
+    norms = wq_norms(torch.stack([block.c_attn.weight for block in blocks]), ties.shape[2])
+    return torch.stack([(ties > 1).double().mean((1, 3)), row_max.double().amax((1, 3)), norms])
 
 
 def as_record(values: list[list[list[float]]]) -> dict[str, float | list[float]]:

@@ -6,7 +6,7 @@ and sets the directions anew. They are part of a checkpoint, so a resumed run lo
 
 A round reads every matrix twice and launches two products and a norm for each of seven batches of matrices; for GPT-2
 small (85 M weights in blocks) that is 0.34 GFLOP and 0.7 GB of reads. One small eigenvalue problem a head is left, for
-the entropy.
+the entropy. What is small is computed for all layers at once: a probe costs what launching its kernels costs.
 """
 
 import contextlib
@@ -19,6 +19,8 @@ from torch.nn.functional import normalize
 from diagnostics.weights import KINDS, block_matrices, entropy_of_grams, top_singular
 
 ROUNDS = 4  # of power iteration a probe
+READS = {"attn.c_attn": ("W_Q", "W_K", "W_V"), "attn.c_proj": ("W_O",), "mlp.c_fc": ("MLP_up",),
+         "mlp.c_proj": ("MLP_down",)}  # a block's module: the matrices that multiply its input, in the order of KINDS
 
 
 def power_iteration(w: Tensor, v: Tensor, rounds: int = ROUNDS) -> tuple[Tensor, Tensor]:
@@ -38,17 +40,18 @@ def finite(v: Tensor) -> Tensor:
 
 
 def alignment(x: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Spectral alignment of inputs x (..., n) of matrices W with first right singular vectors v (k, n), y = W x:
+    """Spectral alignment of inputs x (..., tokens, n) of matrices W with first right singular vectors v (..., k, n) of
+    length one, y = W x:
 
         SA(x, W) = <x, v_1> / |x|,    W = sum_i sigma_i u_i v_i^T
 
     (Qiu et al. 2025, arXiv 2510.04202: that the signs of SA over tokens become one precedes a loss explosion.)
-    Returns, each (k,), the mean of |SA| over tokens and the share of tokens with SA > 0. v_1 is defined up to its sign,
-    so of the share p only min(p, 1 - p) means something: the sign diversity, 1/2 where both sides are as frequent, 0
-    where all tokens are on one.
+    Returns, each (..., k), the mean of |SA| over tokens and the share of tokens with SA > 0. v_1 is defined up to its
+    sign, so of the share p only min(p, 1 - p) means something: the sign diversity, 1/2 where both sides are as
+    frequent, 0 where all tokens are on one.
     """
-    cosine = normalize(x.flatten(0, -2).float(), dim=-1) @ v.mT
-    return cosine.abs().mean(0), (cosine > 0).float().mean(0)
+    cosine = normalize(x.float(), dim=-1) @ v.mT
+    return cosine.abs().mean(-2), (cosine > 0).float().mean(-2)
 
 
 class Spectra:
@@ -77,7 +80,7 @@ class Spectra:
     @torch.no_grad()
     def update(self, exact: bool) -> None:
         """Norms and directions of the weights as they are; entropies of W_Q^T W_K."""
-        self.norms, self.aligned = {}, {}
+        self.norms = {}
         for kind, w in self._stacks():
             self.norms[kind], v = top_singular(w) if exact else power_iteration(w, self.v[kind])
             self.v[kind] = finite(v)
@@ -87,42 +90,35 @@ class Spectra:
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
-        """Forward passes of the uncompiled model inside leave the alignments of each matrix with its inputs."""
-        hooks = []
-        for i, block in enumerate(self.blocks):
-            attn, mlp = block.attn, block.mlp
-            for module, kinds in ((attn.c_attn, ("W_Q", "W_K", "W_V", "heads")), (attn.c_proj, ("W_O",)),
-                                  (mlp.c_fc, ("MLP_up",)), (mlp.c_proj, ("MLP_down",))):
-                hooks.append(module.register_forward_pre_hook(self._listener(i, kinds)))
+        """Forward passes of the uncompiled model inside leave the inputs of each matrix, for `values`."""
+        self.inputs = {name: {} for name in READS}
+        hooks = [block.get_submodule(name).register_forward_pre_hook(self._listener(name, i))
+                 for i, block in enumerate(self.blocks) for name in READS]
         try:
             yield
         finally:
             for hook in hooks:
                 hook.remove()
 
-    def _listener(self, layer: int, kinds: tuple[str, ...]):
-        @torch.no_grad()
-        def listen(_module, args):
-            with torch.autocast(args[0].device.type, enabled=False):
-                for kind in kinds:
-                    v = self.v[kind][layer]
-                    v = v[0] if kind == "heads" else v[None]  # of the heads' W_Q
-                    self.aligned[layer, kind] = alignment(args[0], v)
+    def _listener(self, name: str, layer: int):
+        return lambda _module, args: self.inputs[name].__setitem__(layer, args[0].detach())
 
-        return listen
-
+    @torch.no_grad()
     def values(self) -> Tensor:
         """(n_layer, 18 + 5 H) float64 on the model's device, in the order that `as_record` reads. Their mean over ranks
         is what all of them saw."""
-        rows = []
-        for i in range(len(self.blocks)):
-            row = [self.norms[kind][i, None] for kind in KINDS]
-            for part in (0, 1):
-                row += [self.aligned[i, kind][part] for kind in KINDS]
-            rows.append(torch.cat([x.double() for x in (
-                *row, self.norms["heads"][i, 1], self.norms["heads"][i, 2], self.entropy[i],
-                *self.aligned[i, "heads"])]))
-        return torch.stack(rows)
+        aligned, heads = [], None
+        for name, kinds in READS.items():
+            v = [self.v[kind][:, None] for kind in kinds]
+            if name == "attn.c_attn":
+                v.append(self.v["heads"][:, 0])  # of W_Q
+            x = torch.stack([seen for _, seen in sorted(self.inputs.pop(name).items())]).flatten(1, -2)
+            both = torch.stack(alignment(x, torch.cat(v, 1)))  # (2, n_layer, matrices)
+            aligned.append(both[:, :, :len(kinds)])
+            heads = both[:, :, len(kinds):] if heads is None else heads
+        norms, by_head = torch.stack([self.norms[kind] for kind in KINDS], 1), self.norms["heads"]
+        return torch.cat([x.double() for x in (norms, *torch.cat(aligned, -1), by_head[:, 1], by_head[:, 2],
+                                               self.entropy, *heads)], 1)
 
     def state_dict(self) -> dict[str, Tensor]:
         """The directions, for a checkpoint."""
