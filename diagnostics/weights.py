@@ -1,5 +1,7 @@
 """Spectral norms of weight matrices and the spectral entropy of W_Q^T W_K, exact; paper figures 3 and 11."""
 
+import math
+
 import torch
 from torch import Tensor, nn
 
@@ -70,19 +72,52 @@ def qk_entropy(weight: Tensor, n_head: int) -> Tensor:
 
 
 def entropy_of_grams(q: Tensor, k: Tensor) -> Tensor:
-    """`qk_entropy` (...) from W_Q W_Q^T and W_K W_K^T of each head, (..., D, D) float64: one batched eigenvalue call.
+    """`qk_entropy` (...) from W_Q W_Q^T and W_K W_K^T of each head, (..., D, D) float64, without an eigenvalue routine,
+    which takes a GPU 0.3 ms a head, one after the other.
 
-    The squared singular values of W_Q^T W_K are the eigenvalues of L^T (W_K W_K^T) L with L L^T = W_Q W_Q^T, to which
-    1e-12 of its trace is added, as W_Q may lack a direction: singular values below about 1e-6 of the largest are not
-    resolved. NaN where a matrix is not finite.
+    With Cholesky factors L_Q and L_K, W_Q^T W_K has the singular values of F = L_Q^T L_K. To the diagonals 1e-12 of the
+    trace is added, as a head may lack a direction: singular values below about 1e-6 of the largest are not resolved.
+    NaN where a matrix is not finite.
     """
     finite = (q.isfinite() & k.isfinite()).all(-1).all(-1)
     eye = torch.eye(q.shape[-1], dtype=q.dtype, device=q.device)
-    q, k = (torch.where(finite[..., None, None], x, eye) for x in (q, k))
-    trace = q.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None]
-    factor = torch.linalg.cholesky_ex(q + (1e-12 * trace + torch.finfo(q.dtype).tiny) * eye).L
-    sigma = torch.linalg.eigvalsh(factor.mT @ k @ factor).clamp_min(0).sqrt()
-    return torch.where(finite, spectral_entropy(sigma), torch.nan)
+    factors = []
+    for gram in (q, k):
+        gram = torch.where(finite[..., None, None], gram, eye)
+        trace = gram.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None]
+        factors.append(torch.linalg.cholesky_ex(gram + (1e-12 * trace + torch.finfo(q.dtype).tiny) * eye).L)
+    return torch.where(finite, factor_entropy(factors[0].mT @ factors[1]), torch.nan)
+
+
+def factor_entropy(f: Tensor, low: float = -34.0, high: float = 14.0, h: float = 1.2) -> Tensor:
+    """`spectral_entropy` (...) of the singular values sigma of matrices F (..., D, D), float64, to about 1e-6 nats, by
+    batched Cholesky factorisations alone. 0 where F is.
+
+    With R(u) = tr(F F^T (e^u + F F^T)^-1) = sum sigma^2 / (e^u + sigma^2),
+
+        sum sigma           = 1/pi   integral of e^(u/2) R(u) du
+        sum sigma log sigma = 1/(2 pi) integral of u e^(u/2) R(u) du
+
+    (the integral of the fractional power lambda^s = sin(pi s)/pi int e^(s u) lambda / (e^u + lambda) du at s = 1/2, and
+    its derivative by s there). The trapezoidal rule with step h errs by a share of e^(-2 pi^2 / h), as the poles lie at
+    distance pi from the axis. With F scaled to |F| = 1, R is constant below `low` but for sigma < e^(low/2) and
+    falls like e^-u above `high`: what is beyond the ends are geometric series.
+    """
+    scale = f.square().sum((-2, -1), keepdim=True)
+    f = f * scale.clamp_min(torch.finfo(f.dtype).tiny).rsqrt()
+    u = torch.arange(low, high, h, dtype=f.dtype, device=f.device)
+    gram, eye = f @ f.mT, torch.eye(f.shape[-1], dtype=f.dtype, device=f.device)
+    resolvent = []
+    for part in u.exp().split(8):  # nodes at a time: (8, ..., D, D) exists three times
+        lower = torch.linalg.cholesky_ex(gram + part.view(-1, *[1] * f.dim()) * eye).L
+        resolvent.append(torch.linalg.solve_triangular(lower, f.expand_as(lower), upper=False).square().sum((-2, -1)))
+    weight, moment = (u / 2).exp(), u * (u / 2).exp()
+    q = math.exp(-h / 2)  # each step beyond an end has q times the weight of the one before
+    for end, sign in ((0, -1), (-1, 1)):
+        moment[end] = weight[end] * (u[end] / (1 - q) + sign * h * q / (1 - q) ** 2)
+        weight[end] = weight[end] / (1 - q)
+    total, logs = (torch.tensordot(w, torch.cat(resolvent), 1) * h / math.pi for w in (weight, moment / 2))
+    return torch.where(scale[..., 0, 0] > 0, total.log() - logs / total, 0)
 
 
 def spectral_entropy(sigma: Tensor) -> Tensor:

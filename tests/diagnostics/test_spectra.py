@@ -97,7 +97,7 @@ def test_entropy_of_grams():
         heads = w.view(3, H, D, C)[:2].double()
         return (heads @ heads.mT).unbind(0)
 
-    np.testing.assert_allclose(weights.entropy_of_grams(*grams(weight)), weights.qk_entropy(weight, H), rtol=1e-6)
+    np.testing.assert_allclose(weights.entropy_of_grams(*grams(weight)), weights.qk_entropy(weight, H), atol=1e-5)
     weight[D // 2:D] = 0  # head 0's W_Q has D / 2 directions
     np.testing.assert_allclose(weights.entropy_of_grams(*grams(weight)), weights.qk_entropy(weight, H), atol=1e-3)
     expected = weights.qk_entropy(weight, H)[1].item()
@@ -179,3 +179,18 @@ def test_weights_too_large_to_iterate_on_leave_directions_that_can_be_saved(exac
     for _ in range(100):
         found.update(False)
     assert found.norms["W_O"].item() == pytest.approx(torch.linalg.matrix_norm(kept, 2).item(), rel=1e-2)
+
+
+@pytest.mark.parametrize("D", [2, 16, 64])
+def test_factor_entropy(D):
+    """That of the singular values by SVD: random, nearly rank one, and decaying to 1e-9 matrices; scale and 0."""
+    draw = torch.Generator().manual_seed(0)
+    f = torch.randn(6, D, D, generator=draw).double()
+    f[1] += 1e4
+    f[2] = torch.linalg.qr(f[2]).Q * torch.logspace(0, -9, D)
+    f[3] *= 1e-20
+    f[4] = torch.eye(D) * 1e20
+    f[5] = 0
+    expected = weights.spectral_entropy(torch.linalg.svdvals(f))
+    np.testing.assert_allclose(weights.factor_entropy(f), expected, atol=2e-6)
+    np.testing.assert_allclose(weights.factor_entropy(f[None])[0], expected, atol=2e-6)
