@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from attention import layer_specs
@@ -47,38 +48,36 @@ def check_arm(name: str, argv: list[str]) -> Config:
     return config
 
 
-def run_arms(arms: dict[str, list[str]], folder: Path, parallel: int, gpus: int, say=print,
-             limit_s: float = math.inf, steps: int = 0) -> dict[str, int]:
+def run_arms(arms: dict[str, list[str] | Callable[[], list[str] | None]], folder: Path, parallel: int, gpus: int,
+             say=print, limit_s: float = math.inf, steps: int = 0) -> dict[str, int]:
     """Runs `train.py ARGV --out_dir=folder/NAME` for each {NAME: ARGV}, at most `parallel` at a time, in order.
 
-    An arm that has its outcome after `steps` is not run again; one that was interrupted or has fewer is resumed. With
-    several GPUs the arms take turns on them. What an arm prints goes to folder/NAME.log. After `limit_s` seconds no arm
-    is started, and those that run save and end, for a later call to go on with; so they do at Ctrl-C and SIGTERM, which
-    raise KeyboardInterrupt. Returns exit statuses by name; an arm that fails does not stop the others, since a failure
-    may be the result.
+    An ARGV may be a function, which returns None as long as its arm has to wait: the first arm that can start takes a
+    free place, and what still waits when nothing runs is left out. An arm that has its outcome after `steps` is not run
+    again; one that was interrupted or has fewer is resumed. Of several GPUs an arm gets the one with the fewest arms.
+    What an arm prints goes to folder/NAME.log. After `limit_s` seconds no arm is started, and those that run save and
+    end, for a later call to go on with; so they do at Ctrl-C and SIGTERM, which raise KeyboardInterrupt. Returns exit
+    statuses by name; an arm that fails does not stop the others, since a failure may be the result.
     """
     folder = folder.absolute()  # train.py runs elsewhere
-    waiting, running, codes, started = list(arms.items()), {}, {}, time.monotonic()
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(gpus)))
+    waiting, running, codes, started = dict(arms), {}, {}, time.monotonic()
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        while waiting or running:
-            if time.monotonic() - started > limit_s:
-                break
-            while waiting and len(running) < parallel:
-                name, argv = waiting.pop(0)
+        while time.monotonic() - started <= limit_s:
+            while len(running) < parallel and (found := _next(waiting)):
+                name, argv = found
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
                 codes[name] = outcome(folder / name, steps)
                 if codes[name] in RESULTS:
                     continue
                 if checkpoints(folder / name):
                     argv = [*argv, "--init_from=resume"]
-                environment = dict(os.environ)
+                environment, slot = dict(os.environ), 0
                 if gpus > 1:
                     busy = [slot for _, slot, _ in running.values()]
                     slot = min(range(gpus), key=busy.count)
-                    environment["CUDA_VISIBLE_DEVICES"] = str(slot)
-                else:
-                    slot = 0
+                    environment["CUDA_VISIBLE_DEVICES"] = visible.split(",")[slot]
                 log = open(folder / f"{name}.log", "a", encoding="utf-8")
                 command = [sys.executable, "train.py", *argv, f"--out_dir={folder / name}"]
                 log.write("$ " + " ".join(command) + "\n")
@@ -86,6 +85,8 @@ def run_arms(arms: dict[str, list[str]], folder: Path, parallel: int, gpus: int,
                 process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT)
                 running[name] = process, slot, log
                 say(f"[{time.monotonic() - started:5.0f} s] {name}: started", flush=True)
+            if not running:
+                break
             time.sleep(0.2)
             for name in [n for n, (process, _, _) in running.items() if process.poll() is not None]:
                 process, _, log = running.pop(name)
@@ -101,3 +102,12 @@ def run_arms(arms: dict[str, list[str]], folder: Path, parallel: int, gpus: int,
             log.close()
         signal.signal(signal.SIGTERM, before)
     return codes
+
+
+def _next(waiting: dict) -> tuple[str, list[str]] | None:
+    """The first arm of `waiting` that need not wait, taken out of it, and its flags."""
+    for name, argv in waiting.items():
+        if (argv := argv() if callable(argv) else argv) is not None:
+            del waiting[name]
+            return name, argv
+    return None

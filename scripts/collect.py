@@ -1,4 +1,4 @@
-"""What is worth keeping of a run, small: python scripts/collect.py RUN [RUN ...] --out results/mini [--order]
+"""What is worth keeping of a run, small: python scripts/collect.py RUN [RUN ...] --out results/mini [--order] [--thin]
 
 For each run, named after its folder: NAME.jsonl.xz (metrics), NAME.run.json (header), with --order NAME.order.bin.xz.
 The runs may still be training: what they have logged so far is taken. Every script that reads runs reads these files.
@@ -6,6 +6,7 @@ The runs may still be training: what they have logged so far is taken. Every scr
 
 import argparse
 import lzma
+import math
 import sys
 from pathlib import Path
 
@@ -13,17 +14,36 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from metrics import MetricsError, read_metrics, read_run, to_json
 
+EVERY_PROBE = ("probe/ties", "probe/row_max", "probe/wq_norm")
+SPECTRA_EVERY = 500  # steps
 
-def collect(run: Path, out: Path, order: bool) -> list[Path]:
-    """Writes the files of one run into `out` and returns their paths. Errors: MetricsError for what is no run."""
-    metrics, header, name = run / "metrics.jsonl", read_run(run), run.resolve().name
-    if not header or not metrics.is_file():
-        raise MetricsError(f"{run} is not the out_dir of a run: it has no run.json or no metrics.jsonl")
+
+def thin(records: list[dict]) -> list[dict]:
+    """What tables, figures and the monitor of many runs read, at a third of the size: of every record the loss, the
+    gradient norm, warnings, and ties, largest scores and W_Q norms, but the other probes only at multiples of 500
+    steps; of numbers of a layer (not of a head, which are short as logged) and of clocks six digits."""
+    def kept(step: int, key: str) -> bool:
+        return not key.startswith("probe/") or key.startswith(EVERY_PROBE) or step % SPECTRA_EVERY == 0
+
+    def short(key: str, value):
+        if not isinstance(value, float) or not math.isfinite(value) or not key.startswith(("probe/", "time", "tokens")):
+            return value
+        return round(value, 1) if key == "time" else float(f"{value:.6g}")
+
+    return [{key: short(key, value) for key, value in r.items() if kept(r["step"], key)} for r in records]
+
+
+def collect(run: Path, out: Path, order: bool, thinned: bool = False) -> list[Path]:
+    """Writes the files of one run, an out_dir or a file that was kept, into `out` and returns their paths. Errors:
+    MetricsError for what is no run."""
+    header, name = read_run(run), run.resolve().name.removesuffix(".jsonl.xz")
+    if not header:
+        raise MetricsError(f"{run} is not the out_dir of a run: it has no run.json")
     if order and not (run / "order.bin").is_file():
         raise MetricsError(f"{run} has no order.bin: it replayed one, or did not record; leave out --order")
-    read_metrics(run)  # refuses what is no log, before anything is written
-    text = metrics.read_bytes()  # up to the last whole line: a live run may be writing one
-    files = {f"{name}.jsonl.xz": lzma.compress(text[: text.rfind(b"\n") + 1], preset=9),
+    records = read_metrics(run)
+    text = "".join(to_json(record) + "\n" for record in (thin(records) if thinned else records))
+    files = {f"{name}.jsonl.xz": lzma.compress(text.encode(), preset=9),
              f"{name}.run.json": (to_json(header, indent=1) + "\n").encode()}
     if order:
         files[f"{name}.order.bin.xz"] = lzma.compress((run / "order.bin").read_bytes())
@@ -38,6 +58,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="out_dir of a run")
     parser.add_argument("--out", type=Path, required=True, help="folder; files of the same name are replaced")
     parser.add_argument("--order", action="store_true", help="the order file too")
+    parser.add_argument("--thin", action="store_true", help="of many runs: fewer probes and digits, by `thin`")
     args = parser.parse_args(argv)
     names = [run.resolve().name for run in args.runs]
     if len(set(names)) < len(names):
@@ -46,7 +67,7 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     try:
         for run in args.runs:
-            for path in collect(run, args.out, args.order):
+            for path in collect(run, args.out, args.order, args.thin):
                 print(f"{path}: {path.stat().st_size:,} bytes")
     except (MetricsError, OSError) as error:
         print(f"collect: {error}", file=sys.stderr)

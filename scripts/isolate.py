@@ -3,7 +3,8 @@
     python scripts/isolate.py --dataset data/mini [--seeds 1 2 3 4 5] [--steps 10000] [--out runs/isolation]
 
 For each seed flash_bf16 runs too, and from its recorded norms this script proposes the layer and the heads that fail,
-which the arms then confirm or refute. How runs are made and counted: rates.py. Writes isolation.json into --out.
+which the arms then confirm or refute. How runs are made and counted: rates.py. Writes isolation.json and isolation.png
+into --out.
 """
 
 import sys
@@ -11,7 +12,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from scripts.rates import FAILS, STABLE, UNTRIED, Arm, main
+from scripts.outcomes import FAILS, STABLE, UNTRIED, Arm
+from scripts.rates import main
 
 ARMS = {
     "flash_bf16": Arm((), FAILS, "3.1"),

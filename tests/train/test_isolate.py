@@ -1,5 +1,6 @@
 """The isolation experiments' script: what it proposes, what it counts, and a run of it."""
 
+import dataclasses
 import json
 import math
 import re
@@ -7,62 +8,21 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
 from attention import layer_specs
+from attention.spec import NO_SWITCHES, SWITCHES
 from config import load
 from scripts import arms, cures, grid, isolate, reproduce_mini
 from scripts.isolate import ARMS
-from scripts.rates import Arm, interval, parser, propose, row, summary, write
-from scripts.runs import Run
-
-
-def recorded(norms_by_layer) -> Run:
-    record = {"step": 100, "loss": 3.0} | {f"probe/wq_norm_head/layer{i}": n for i, n in enumerate(norms_by_layer)}
-    early = {"step": 0, "loss": 9.0, "probe/wq_norm_head/layer0": [99.0] * 12}
-    return Run(Path("."), True, {}, [early, record], "run")
-
-
-def test_the_papers_own_norms_give_its_layer_and_its_outlier_heads():
-    """Figure 3's norms; section 3.2 calls heads 1, 7, 8, 9, 11 and 12, from 1, outliers, and head 8 the worst."""
-    figure3 = [4.34, 2.68, 1.90, 2.67, 2.04, 2.66, 4.12, 6.27, 5.32, 1.74, 4.64, 5.39]
-    found = propose(recorded([[3.0] * 12, figure3, [2.0] * 12]))
-    assert (found["layer"], found["head"], found["heads"]) == (1, 7, [0, 6, 7, 8, 10, 11])
-
-
-def test_a_run_without_probes_is_refused():
-    with pytest.raises(ValueError, match="no probe/wq_norm_head values"):
-        propose(Run(Path("."), True, {}, [{"step": 0, "loss": 1.0}], "bare"))
-
-
-@pytest.mark.parametrize("failed, runs", [(0, 5), (3, 10), (10, 10), (1, 1)])
-def test_interval_solves_wilsons_equation(failed, runs):
-    """Its ends are the rates p at which the observed rate is 1.96 standard deviations of p away."""
-    for end, sign in zip(interval(failed, runs), (-1, 1), strict=True):
-        if 0 < end < 1:
-            assert (failed / runs - end) * -sign == pytest.approx(1.96 * math.sqrt(end * (1 - end) / runs))
-    assert interval(0, 5)[0] == 0 and interval(10, 10)[1] == 1 and interval(0, 0) == (0, 1)
-
-
-def test_unfinished_runs_are_counted_as_such():
-    rows = [{"arm": "pv_fp32", "failed": f} for f in (True, False, None)]
-    line = next(s for s in summary(rows, ARMS) if s["arm"] == "pv_fp32")
-    assert (line["failed"], line["finished"], line["unfinished"], line["paper"]) == (1, 2, 1, "stable")
-    assert len(summary(rows, ARMS)) == len(ARMS) and line["median_final_loss"] is None
+from scripts.outcomes import Arm
+from scripts.rates import parser, write
 
 
 def test_flags_for_the_training_are_no_abbreviations_of_the_scripts_own():
     args, extra = parser("", "out", ARMS).parse_known_args(["--seed=7", "--step=3", "--minutes", "2"])
     assert (args.seeds, args.steps, args.minutes, extra) == ([1, 2, 3, 4, 5], 10000, 2.0, ["--seed=7", "--step=3"])
-
-
-def test_medians_are_over_finished_runs():
-    rows = [{"arm": "a", "failed": f, "step_of_failure": s, "final_loss": loss} for f, s, loss in
-            ((True, 100, 5.0), (True, 300, 6.0), (False, None, 3.0), (None, None, 99.0))]
-    (line,) = summary(rows, {"a": Arm()})
-    assert (line["median_step_of_failure"], line["median_final_loss"], line["median_ties"]) == (200, 5.0, None)
 
 
 @pytest.mark.parametrize("flags", [*(a.flags for a in cures.ARMS.values()), *grid.ROUNDED.values(),
@@ -74,6 +34,23 @@ def test_every_arm_is_a_config_that_can_run(flags):
     specs = layer_specs(config.n_layer, config.n_head, config.attention, config.switches, config.attention_override,
                         config.output_heads)
     assert len(specs) == config.n_layer
+
+
+@pytest.mark.parametrize("table", [{n: a.flags for n, a in cures.ARMS.items()}, grid.ROUNDED,
+                                   {n: a.flags for n, a in ARMS.items()}], ids=["cures", "grid", "isolate"])
+def test_no_two_arms_of_a_table_are_one_run(table):
+    """An arm that says a default again costs a run a seed and shows nothing."""
+    words, runs = {"layer": 1, "head": 2, "heads": "2,3"}, {}
+    for name, flags in table.items():
+        config = load(["configs/mini_flash_bf16.toml", *(flag.format(**words) for flag in flags)])
+        specs = layer_specs(config.n_layer, config.n_head, config.attention, config.switches, config.attention_override,
+                            config.output_heads)
+        left = {k: v for k, v in dataclasses.asdict(config).items() if k not in
+                {"attention", "attention_override", "output_heads", *SWITCHES}}
+        keys = [dataclasses.asdict(spec) | {"backend": spec.backend in NO_SWITCHES and spec.backend} for spec in specs]
+        key = json.dumps([left, keys], default=str)
+        assert key not in runs, f"{name} is {runs[key]}"
+        runs[key] = name
 
 
 def test_it_runs_and_goes_on_where_it_was(runner, corpus):
@@ -89,7 +66,7 @@ def test_it_runs_and_goes_on_where_it_was(runner, corpus):
     assert all(r["failed"] is False and r["last_step"] == 3 and r["wq_norm"] > 0 for r in found["rows"])
     specs = json.loads((folder / "seed1/o_fp32_outlier_heads/run.json").read_text())["attention"]
     assert "fp32_heads=" in specs[found["rows"][0]["layer"]]
-    assert "flash_bf16                fails     0 of 1" in out
+    assert "flash_bf16            fails     undecided  0 of 1" in out
 
     header = folder / "seed1/delta_dp_p/run.json"
     run = json.loads(header.read_text())
@@ -98,7 +75,16 @@ def test_it_runs_and_goes_on_where_it_was(runner, corpus):
     out, err = runner.start(command).communicate(timeout=120)
     assert out.count("started") == 1 and "delta_dp_p: started" in out, (out, err)
     assert json.loads((folder / "isolation.json").read_text()) == found
-    assert row("absent", 3, folder / "absent", None)["failed"] is None
+    assert (folder / "isolation.png").stat().st_size > 5000
+
+    # What is kept of it elsewhere, as another machine's call, makes the same table, and so do the kept logs alone.
+    for number, source in enumerate((folder, runner.root / "kept0")):
+        kept = runner.root / f"kept{number}"
+        argv = ["--collect", str(source), "--out", str(kept), "--seeds", "1", "--steps", "4", "--arms", "delta_dp_p",
+                "o_fp32_outlier_heads"]
+        assert isolate.main(isolate.__doc__, ARMS, "", "isolation.json", argv) == 0
+        assert json.loads((kept / "isolation.json").read_text()) == found
+    assert not list(runner.root.glob("kept*/**/*.pt")) and (kept / "seed1/flash_bf16.run.json").exists()
 
 
 def test_grid_runs_each_arm_at_each_point_and_draws_it(runner, corpus):
@@ -110,9 +96,9 @@ def test_grid_runs_each_arm_at_each_point_and_draws_it(runner, corpus):
                "--batch_sizes", "2", "--parallel", "2", *flags]
     said = runner.start(command).communicate(timeout=120)
     found = json.loads((out / "grid.json").read_text())
-    assert [r["arm"] for r in found["rows"]] == ["scores_pv_0.001_2", "scores_pv_0.002_2"], said
+    assert [r["arm"] for r in found["rows"]] == ["scores_pv_tiny_0.001_2", "scores_pv_tiny_0.002_2"], said
     assert all(r["failed"] is False for r in found["rows"]) and (out / "grid.png").stat().st_size > 5000
-    config = json.loads((out / "seed1/scores_pv_0.002_2/run.json").read_text())["config"]
+    config = json.loads((out / "seed1/scores_pv_tiny_0.002_2/run.json").read_text())["config"]
     assert (config["learning_rate"], config["batch_size"], config["delta"]) == (2e-3, 2, "dp_p")
 
 
@@ -168,8 +154,6 @@ def test_an_interrupted_experiment_leaves_no_arm_running_and_a_table(runner, one
     said = script.communicate(timeout=60)
     assert arms.outcome(folder / "seed1/pv_fp32") == 143 and "interrupted; the same command goes on" in said[1], said
     assert table(folder)["failed"] is None
-    (folder / "seed1/pv_fp32/metrics.jsonl").write_text("")
-    assert row("pv_fp32", 1, folder / "seed1/pv_fp32", None)["failed"] is None
 
 
 def test_an_experiment_run_from_another_folder_reads_what_it_wrote(one_arm):
@@ -187,6 +171,7 @@ def test_an_experiment_run_from_another_folder_reads_what_it_wrote(one_arm):
     (["--pv=fp16"], "pv_fp32: pv='fp16'|pv='fp16' is not one of"),
     (["--learnin_rate=1"], "learnin"),
     (["--arms"], "--arms: expected at least one argument"),
+    (["--collect", "/nowhere"], "--collect runs nothing, so .* cannot be passed on to train.py; leave it out"),
     (["--arms", "standard_in_that_layer", "--probe_interval=0"], "probe_interval=0; add --probe_interval=100")])
 def test_what_cannot_run_is_told_before_anything_is_started(one_arm, capsys, flags, message):
     folder, argv = one_arm

@@ -1,0 +1,217 @@
+"""What runs of one experiment came to: a line a run, a summary an arm, and a figure; from the runs' logs alone.
+
+What rates.py writes. A run has failed where failure.FailureRule says so, is stable where it has not within as many
+steps as the table is about, and is unfinished before that.
+"""
+
+import dataclasses
+import math
+import statistics
+from dataclasses import dataclass
+from pathlib import Path
+
+from failure import WINDOW, failure_of
+from scripts.runs import CompareError, Run, load_run
+
+FAILS, STABLE, UNTRIED = "fails", "stable", "not tried"
+FIRST = "flash_bf16"  # the run that fails: it proposes the layer and the heads that other arms name
+PROPOSES = "probe/wq_norm_head/layer"
+
+
+@dataclass(frozen=True)
+class Arm:
+    """What to run: train.py's flags, in which {layer}, {head} and {heads} are what the first run's norms propose; and
+    what the paper reports of it on GPT-2 small, with the section."""
+
+    flags: tuple[str, ...] = ()
+    paper: str = UNTRIED
+    section: str = "-"
+
+
+def propose(run: Run) -> dict:
+    """The layer whose W_Q has the largest norm, its worst head, and its heads above their mean, which in the paper's
+    figure 3 are the six that it calls outliers; at the last probe before the loss turned, so at the smallest mean of 50
+    logged losses. Later, when everything grows, the norms no longer tell where it began. Errors: ValueError for a run
+    without probes."""
+    layers = run.layers(PROPOSES)
+    if not layers:
+        raise ValueError(f"{run.name} has no probe/wq_norm_head values; run it with --probe_interval=100")
+    steps, losses = run.series("loss")
+    means = [(mean, steps[i]) for i in range(WINDOW - 1, len(losses))
+             if math.isfinite(mean := statistics.fmean(losses[i + 1 - WINDOW:i + 1]))]
+    turn = min(means)[1] if means else steps[-1]
+    norms = {layer: values[sum(step <= turn for step in at) - 1] for layer, (at, values) in layers.items()}
+    layer = max(norms, key=lambda i: max(norms[i]))
+    mean = statistics.fmean(norms[layer])
+    return {"layer": layer, "head": norms[layer].index(max(norms[layer])), "norms": norms[layer],
+            "heads": [head for head, norm in enumerate(norms[layer]) if norm > mean]}
+
+
+def interval(failed: int, runs: int, z: float = 1.96) -> tuple[float, float]:
+    """Wilson's 95 % interval of a rate of `failed` in `runs` (E. B. Wilson, 1927); (0, 1) of no runs."""
+    if not runs:
+        return 0.0, 1.0
+    p, n = failed / runs, runs
+    centre, half = p + z * z / (2 * n), z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
+    return max(0.0, (centre - half) / (1 + z * z / n)), min(1.0, (centre + half) / (1 + z * z / n))
+
+
+def fewer(first: dict[int, bool], arm: dict[int, bool]) -> float | None:
+    """p of McNemar's exact one-sided test (Psychometrika 12, 1947), that an arm fails on fewer seeds than the first:
+    of the seeds on which only one of the two fails, how likely at least as many would be the first one's if a coin
+    decided. Both map seeds to whether they failed; None where they share none.
+
+    A seed makes a pair: same weights at the start, same batches. Fisher's test takes two independent samples, which
+    pairs are not. This one holds however strongly they depend on each other, and pays in power: five seeds on which the
+    first run alone fails give p = 1/32, four give 1/16.
+    """
+    pairs = [(first[seed], arm[seed]) for seed in first.keys() & arm.keys()]
+    cured, split = pairs.count((True, False)), sum(a != b for a, b in pairs)
+    return sum(math.comb(split, k) for k in range(cured, split + 1)) / 2**split if pairs else None
+
+
+def verdict(paper: str, low: float, high: float, p: float | None) -> str:
+    """Whether an arm's seeds bear out what the paper reports of it. An arm "fails" where the interval of its rate lies
+    above one half, and is "stable" where it lies below and it fails on fewer seeds than the first one (p < 0.05,
+    `fewer`); else it is undecided. Each arm by itself: not corrected for their number."""
+    seen = FAILS if low > 0.5 else STABLE if high < 0.5 and p is not None and p < 0.05 else None
+    return "-" if paper == UNTRIED else "undecided" if seen is None else "agrees" if seen == paper else "disagrees"
+
+
+def failed_by(rows: list[dict]) -> tuple[list[int], list[float]]:
+    """Steps at which a run failed, from 0, and the share that had failed by then: 1 minus Kaplan and Meier's estimate
+    (JASA 53, 1958). A run that has not failed counts up to its last step."""
+    ends = [r["last_step"] if r["step_of_failure"] is None else r["step_of_failure"] for r in rows]
+    failures = [r["step_of_failure"] for r in rows if r["step_of_failure"] is not None]
+    steps, shares, left = [0], [0.0], 1.0
+    for step in sorted(set(failures)):
+        left *= 1 - failures.count(step) / sum(end >= step for end in ends)
+        steps.append(step)
+        shares.append(1 - left)
+    return steps, shares
+
+
+def load(path: Path, steps: int) -> Run | None:
+    """The first `steps` steps of a run, from its folder or a file that was kept of it; None before its first loss."""
+    try:
+        run = load_run(path)
+    except CompareError:
+        return None
+    return dataclasses.replace(run, records=[r for r in run.records if r["step"] < steps])
+
+
+def finished(run: Run, steps: int) -> bool:
+    return run.steps >= steps or failure_of(run.records) is not None
+
+
+def row(arm: str, seed: int, run: Run | None, proposal: dict | None, steps: int) -> dict:
+    """One line of the table, by the run's log alone. `failed` is None for a run that has neither failed nor reached
+    `steps`; `final_loss` is the mean of the last 50 logged losses, in nats; `ties` and `wq_norm` are the proposed
+    layer's at its last probe (share of rows with tied maxima in its worst head; largest spectral norm of W_Q of a
+    head)."""
+    found = dict.fromkeys(("arm", "seed", "failed", "step_of_failure", "final_loss", "last_step", "layer", "ties",
+                           "wq_norm"))
+    found |= {"arm": arm, "seed": seed}
+    if run is None:
+        return found
+    failure, losses = failure_of(run.records), run.series("loss")[1]
+    found |= {"failed": failure is not None if finished(run, steps) else None, "step_of_failure": failure,
+              "final_loss": statistics.fmean(losses[-WINDOW:]), "last_step": run.steps - 1}
+    if proposal:
+        found["layer"] = proposal["layer"]
+        for name in ("ties", "wq_norm"):
+            values = run.layers(f"probe/{name}_head/layer").get(proposal["layer"], ([], []))[1]
+            found[name] = max(values[-1]) if values else None
+    return found
+
+
+def summary(rows: list[dict], arms: dict[str, Arm]) -> list[dict]:
+    """By arm: failures in finished runs, the interval of their rate, unfinished runs, the paper's outcome, `fewer` and
+    `verdict`, and medians over finished runs.
+
+    A run that was cut off has not failed yet, so leaving such runs out would raise the rate: the interval reaches from
+    where all of them turn out stable to where all fail, and p takes the worse of the two. Runs not begun are left out.
+    """
+    begun = [r for r in rows if r["failed"] is not None or r.get("last_step") is not None]
+    best = {name: {r["seed"]: r["failed"] is True for r in begun if r["arm"] == name} for name in arms}
+    worst = {name: {r["seed"]: r["failed"] is not False for r in begun if r["arm"] == name} for name in arms}
+    found = []
+    for name, arm in arms.items():
+        mine = [r for r in rows if r["arm"] == name]
+        done = [r for r in mine if r["failed"] is not None]
+        low = interval(sum(best[name].values()), len(best[name]))[0]
+        high = interval(sum(worst[name].values()), len(worst[name]))[1]
+        p = fewer(best[FIRST], worst[name]) if FIRST in arms else None
+        line = {"arm": name, "section": arm.section, "paper": arm.paper, "failed": sum(r["failed"] for r in done),
+                "finished": len(done), "unfinished": len(mine) - len(done), "rate_low": low, "rate_high": high,
+                "p_fewer": p, "verdict": verdict(arm.paper, low, high, p)}
+        for key in ("step_of_failure", "final_loss", "ties", "wq_norm"):
+            values = [r[key] for r in done if r.get(key) is not None]
+            line[f"median_{key}"] = statistics.median(values) if values else None
+        found.append(line)
+    return found
+
+
+def check_alike(runs: dict[tuple[str, int], Run], arms: dict[str, Arm]) -> None:
+    """Runs of one table differ in what their arms' flags name, their seed, where and how far they ran, and in nothing
+    else. Errors: ValueError, which names the first that does."""
+    free = {"seed", "out_dir", "dataset", "init_from", "max_iters", "checkpoint_interval", "keep_checkpoints"}
+    reference = None
+    for (name, seed), run in runs.items():
+        own = {flag.split("=")[0].removeprefix("--") for flag in arms[name].flags}
+        settings = dict(run.info.get("config", {}))
+        if "dataset" not in own:
+            settings["training data with SHA-256"] = run.info.get("data", {}).get("sha256")
+        reference = reference or (f"{name} of seed {seed}", own, settings)
+        for key in (settings.keys() & reference[2].keys()) - own - reference[1] - free:
+            if settings[key] != reference[2][key]:
+                raise ValueError(f"{name} of seed {seed}, in {run.folder}, is not of the experiment of {reference[0]}: "
+                                 f"{key} is {settings[key]} and {reference[2][key]}; leave one out")
+
+
+def tabulate(arms: dict[str, Arm], seeds: list[int], runs: dict[tuple[str, int], Run], steps: int) -> dict:
+    """{"made_with", "proposals", "rows", "summary"} of runs by arm and seed, cut at `steps`; an arm without
+    one is unfinished. Errors: ValueError as `check_alike`."""
+    check_alike(runs, arms)
+    proposals = {seed: propose(run) for seed in seeds if (run := runs.get((FIRST, seed)))
+                 and run.layers(PROPOSES) and finished(run, steps)}
+    rows = [row(name, seed, runs.get((name, seed)), proposals.get(seed), steps) for name in arms for seed in seeds]
+    made = {key: sorted({str(run.info.get(key)) for run in runs.values()}) for key in ("git_commit", "device_name")}
+    made["data"] = sorted({str(run.info.get("data", {}).get("sha256")) for run in runs.values()})
+    return {"made_with": made, "proposals": proposals, "rows": rows, "summary": summary(rows, arms)}
+
+
+def draw(found: dict, path: Path) -> None:
+    """One panel an arm with a run: the share of its seeds that failed by a step (`failed_by`), the first arm's in grey;
+    ticks where a run that has not failed ends; at the right the interval of the rate."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    rows = {line["arm"]: [r for r in found["rows"] if r["arm"] == line["arm"] and r["last_step"] is not None]
+            for line in found["summary"]}
+    lines, steps = [line for line in found["summary"] if rows[line["arm"]]], found["flags"]["steps"]
+    if not lines:
+        return
+    columns = min(5, len(lines))
+    figure, axes = pyplot.subplots(-(-len(lines) // columns), columns, sharex=True, sharey=True, squeeze=False,
+                                   figsize=(2.4 * columns, 1.9 * -(-len(lines) // columns)), layout="constrained")
+    for axis in axes.flat[len(lines):]:
+        axis.set_visible(False)
+    for axis, line in zip(axes.flat, lines, strict=False):
+        for name, look in ((FIRST, {"color": "0.6", "linewidth": 3}), (line["arm"], {"color": "black"})):
+            if mine := rows.get(name):
+                at, shares = failed_by(mine)
+                axis.step([*at, max(r["last_step"] for r in mine)], [*shares, shares[-1]], where="post", **look)
+        ends = [r["last_step"] for r in rows[line["arm"]] if r["step_of_failure"] is None]
+        axis.plot(ends, [shares[sum(step <= end for step in at) - 1] for end in ends], "k|", markersize=9)
+        if line["finished"]:
+            axis.plot([1.04 * steps] * 2, [line["rate_low"], line["rate_high"]], "k_-", linewidth=1)
+        axis.set_title(f"{line['arm']}\n{line['failed']} of {line['finished']} failed", fontsize=8)
+        axis.set(xlim=(0, 1.08 * steps), ylim=(-0.05, 1.05))
+        axis.tick_params(labelsize=7)
+    figure.supxlabel("step", fontsize=8)
+    figure.supylabel("share of seeds that failed", fontsize=8)
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
