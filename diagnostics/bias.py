@@ -8,7 +8,7 @@ from torch import Tensor
 
 from attention.rounding import round_bf16, round_to
 from attention.spec import AttentionSpec
-from diagnostics.precision import Pair
+from diagnostics.precision import Pair, both
 
 MOST = 5  # rows with this many ones or more share a line of a table
 SIGNS = ("negative", "positive", "mixed")
@@ -135,3 +135,22 @@ def _steps(pbar, l, v, do, ones, spec) -> Tensor:
 def _running(pbar, v, probs) -> Tensor:
     """lp's running sums of P V along t, in FP32."""
     return (round_to(pbar.float(), probs)[..., None] * v.float()).cumsum(-2)
+
+
+def pushes(frame, spec: AttentionSpec) -> dict[str, Tensor]:
+    """How delta's error moves W_Q's largest singular value, of each sequence of a frame (`scene.Frame`), (B,) float64.
+
+    sum: sum_T (delta_lp - delta_hp)[T] (paper figure 12). push: the share of dW_Q,hp - dW_Q,lp (`coherence`) along
+    u v^T, the first singular pair of W_Q, so positive where descent by the rounded gradient makes |W_Q| larger than
+    descent by the exact one. gradient: -dW_Q,hp along u v^T, what the exact gradient does to it. size: the root of the
+    summed squares of the terms of push, what independent errors without a bias would add up to.
+    """
+    alpha = frame.q.shape[-1] ** -0.5
+    pair = both(frame.q, frame.k, frame.v, spec, frame.do)
+    p, k = pair.p, frame.k.double()
+    u, _, vt = torch.linalg.svd(frame.wq.double(), full_matrices=False)
+    xv = frame.x.double() @ vt[0]
+    terms = alpha * pair.delta_error * (p @ k @ u[:, 0]) * xv
+    ds = p * (frame.do.double() @ frame.v.double().mT - pair.delta_hp[..., None])
+    return {"sum": pair.delta_error.sum(-1), "push": terms.sum(-1), "size": terms.norm(dim=-1),
+            "gradient": -(alpha * (ds @ k @ u[:, 0]) * xv).sum(-1)}

@@ -5,8 +5,8 @@ from below. Weights move little between probes, so a few rounds keep up; at eval
 and sets the directions anew. They are part of a checkpoint, so a resumed run logs what an uninterrupted one does.
 
 A round reads every matrix twice and launches two products and a norm for each of seven batches of matrices; for GPT-2
-small (85 M weights in blocks) that is 0.34 GFLOP and 0.7 GB of reads. The entropy takes no eigenvalues either, but 40 batched
-Cholesky factorisations. What is small is computed for all layers at once, as a probe costs what its launches cost.
+small (85 M weights in blocks) that is 0.34 GFLOP and 0.7 GB of reads. The entropy takes 40 batched Cholesky
+factorisations. What is small is computed for all layers at once, as a probe costs what its launches cost.
 """
 
 import contextlib

@@ -99,14 +99,14 @@ def capture_run(run: Path, steps: str = ":", layer: int | None = None, head: int
         state = checkpoint.load(path)
         step = state["step"]
         model.load_state_dict(checkpoint.strip_prefixes(state["model"]))
-        for one, spec in zip(layers, _specs(plan, step), strict=True):
+        for one, spec in zip(layers, specs_at(plan, step), strict=True):
             one.spec = spec
-        x, y = (t.to(device) for t in plan.tokens["train"].batch(_row(config, plan, step)[:sequences],
+        x, y = (t.to(device) for t in plan.tokens["train"].batch(row_of(config, plan, step)[:sequences],
                                                                  config.block_size))
         surveys.append(survey(model, x, autocast, step))
         if layer is None:
             layer, head = worst_head(surveys[0])
-        if frames and layers[layer].spec != _specs(plan, frames[0].step)[layer]:
+        if frames and layers[layer].spec != specs_at(plan, frames[0].step)[layer]:
             raise ConfigError(f"layer {layer} was switched to another attention between steps {step} and "
                               f"{frames[-1].step}, which one diagnosis cannot mix; choose one side with --steps")
         frames.append(capture(model, x, y, autocast, layer, head, step, len(x) / config.sequences_per_step, tokens))
@@ -114,13 +114,13 @@ def capture_run(run: Path, steps: str = ":", layer: int | None = None, head: int
                  config.sequences_per_step, surveys[::-1], frames[::-1], _history(run, config.n_layer))
 
 
-def _specs(plan: Plan, step: int) -> list[AttentionSpec]:
+def specs_at(plan: Plan, step: int) -> list[AttentionSpec]:
     """Each layer's attention in a step, after what the monitor had switched by then."""
     due = {switch.layer: from_key(switch.spec) for switch in plan.switches if switch.step <= step}
     return [due.get(i, spec) for i, spec in enumerate(plan.specs)]
 
 
-def _row(config, plan: Plan, step: int):
+def row_of(config, plan: Plan, step: int):
     if plan.order:
         return plan.order.row(min(step, plan.order.rows - 1))
     return draw_offsets(plan.header.n_tokens, config.block_size, config.sequences_per_step, config.seed, "train", step)

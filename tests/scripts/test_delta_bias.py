@@ -1,0 +1,77 @@
+"""delta_bias.py against the gradient that autograd finds, and against coherence's matrices, on a tiny run."""
+
+import json
+import math
+
+import pytest
+import torch
+
+from attention import AttentionLayer, AttentionSpec
+from diagnostics import coherence
+from diagnostics.bias import pushes
+from diagnostics.precision import both
+from diagnostics.scene import capture
+from model import GPT, GPTConfig
+from scripts import delta_bias
+from tests.scripts.test_diagnose import D, T, flags, run  # noqa: F401  the fixtures
+
+B = 5
+
+
+def frame_of(spec: AttentionSpec, head: int):
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(n_layer=2, n_head=2, n_embd=32, block_size=T, vocab_size=256),
+                [AttentionLayer(spec, i) for i in range(2)])
+    with torch.no_grad():
+        for block in model.transformer.h:
+            block.attn.c_attn.weight[:64].mul_(12)  # scores whose maxima tie in BF16
+    x, y = torch.randint(0, 256, (2, B, T))
+    return model, x, y, capture(model, x, y, torch.autocast("cpu", enabled=False), 1, head, 0)
+
+
+@pytest.mark.parametrize("head", [0, 1])
+def test_the_exact_gradient_is_autograds(head):
+    """-dW_Q of FP32 attention along W_Q's first singular pair, by a backward pass through the whole model."""
+    spec = AttentionSpec("flash_fp32", tile_q=32, tile_k=32)
+    model, x, y, frame = frame_of(spec, head)
+    model(x, y)[1].backward()
+    weight = model.transformer.h[1].attn.c_attn.weight
+    part = slice(head * D, (head + 1) * D)
+    u, _, vt = torch.linalg.svd(weight[part].detach().double(), full_matrices=False)
+    expected = -(u[:, 0] @ weight.grad[part].double() @ vt[0]).item()
+    found = pushes(frame, spec)
+    assert found["gradient"].shape == (B,)
+    assert found["gradient"].sum().item() == pytest.approx(expected, rel=1e-3, abs=1e-9)
+    assert found["push"].abs().sum() < 1e-3 * found["gradient"].abs().sum()  # nothing is rounded to BF16
+
+
+def test_the_push_is_that_of_the_summed_matrices():
+    """sum_T error[T] (PK)[T]^T X[T] by `coherence`, along the first singular pair, and its sum without it."""
+    spec = AttentionSpec("flash_bf16", tile_q=32, tile_k=32)
+    *_, frame = frame_of(spec, 0)
+    pair = both(frame.q, frame.k, frame.v, spec, frame.do)
+    error = coherence.gradient_error(coherence.rank_one(pair.p, frame.k, frame.x), pair.delta_error.flatten(), D)
+    u, _, vt = torch.linalg.svd(frame.wq.double(), full_matrices=False)
+    found = pushes(frame, spec)
+    assert found["push"].sum().item() == pytest.approx((u[:, 0] @ error @ vt[0]).item(), rel=1e-9)
+    assert found["sum"].tolist() == pytest.approx(pair.delta_error.sum(-1).tolist())
+    assert (found["size"] > 0).all() and (found["push"].abs() <= found["size"] * math.sqrt(T) * (1 + 1e-9)).all()
+
+
+def test_a_run(run, capsys):  # noqa: F811
+    """Both checkpoints, every head; more sequences than a step has come from the steps that follow."""
+    assert delta_bias.main([str(run), "--steps", "4:8", "--sequences", "12", "--device", "cpu"]) == 0
+    rows = json.loads((run / "delta_bias.json").read_text())["rows"]
+    assert [(r["step"], r["layer"], r["head"]) for r in rows] == [(4, 1, 0), (4, 1, 1), (8, 1, 0), (8, 1, 1)]
+    assert all(r["sequences"] == 12 and r["wq_norm"] > 0 and r["sum_se"] > 0 and 0 <= r["tied"] < 1 for r in rows)
+    assert all(r["push_t"] == pytest.approx(r["push"] / r["push_se"]) for r in rows)
+    assert "written to" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("argv, words", [(["--sequences", "1"], "--sequences=1 must be at least 2"),
+                                         (["--layer", "2"], "--layer=2 is outside layers 0..1"),
+                                         (["--steps", "12"], "need the rows of 44 steps, and 12 were recorded"),
+                                         (["--steps", "5"], "no checkpoint of step 5")])
+def test_what_a_user_can_change(run, argv, words, capsys):  # noqa: F811
+    assert delta_bias.main([str(run), "--device", "cpu", *argv]) == 2
+    assert words in capsys.readouterr().err
