@@ -1,6 +1,6 @@
 """Is the error of delta biased, and does it push W_Q along? Every head of a layer, over many sequences of a run.
 
-    python scripts/delta_bias.py RUN --steps 2000:4000 --layer 1 --sequences 256 [--out delta_bias.json]
+    python scripts/delta_bias.py RUN --steps 2000:4000 --layer 1 --sequences 256 [--heads 2 3] [--out delta_bias.json]
 
 A checkpoint of step s reads the recorded rows of steps s, s + 1, ... until it has --sequences of them. For every head,
 means over sequences with their standard errors: the sum of delta_lp - delta_hp over a sequence (the paper's figure 5a),
@@ -31,12 +31,16 @@ from model import GPT
 from scripts.diagnose import chosen, open_run, row_of, specs_at
 
 
-def measure(run: Path, steps: str, layer: int, sequences: int, device: str, dataset: str | None = None) -> list[dict]:
+def measure(run: Path, steps: str, layer: int, heads: list[int] | None, sequences: int, device: str,
+            dataset: str | None = None) -> list[dict]:
     """A line for each checkpoint and head. Errors as `diagnose.open_run`."""
     paths = chosen(run, steps)
     config, plan = open_run(run, dataset)
     if not 0 <= layer < config.n_layer:
         raise ConfigError(f"--layer={layer} is outside layers 0..{config.n_layer - 1}")
+    heads = heads or list(range(config.n_head))
+    if not all(0 <= head < config.n_head for head in heads):
+        raise ConfigError(f"--heads {' '.join(map(str, heads))}: the run has heads 0..{config.n_head - 1}")
     set_determinism(config.seed, config.deterministic)
     layers = [AttentionLayer(spec, i, config.seed) for i, spec in enumerate(plan.specs)]
     model, lines = GPT(plan.model_args, layers).to(device), []
@@ -44,7 +48,7 @@ def measure(run: Path, steps: str, layer: int, sequences: int, device: str, data
     autocast = torch.autocast(torch.device(device).type, dtype, enabled=dtype != torch.float32)
     for path in paths:
         state = checkpoint.load(path)
-        step, left, found = state["step"], sequences, {head: [] for head in range(config.n_head)}
+        step, left, found = state["step"], sequences, {head: [] for head in heads}
         model.load_state_dict(checkpoint.strip_prefixes(state["model"]))
         for one, spec in zip(layers, specs_at(plan, step), strict=True):
             one.spec = spec
@@ -90,6 +94,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("run", type=Path, metavar="RUN", help="a run's out_dir with checkpoints")
     parser.add_argument("--steps", default=":", metavar="a:b", help="as diagnose.py's; default all")
     parser.add_argument("--layer", type=int, default=1, help="counted from 0; default 1, which fails in the paper")
+    parser.add_argument("--heads", type=int, nargs="+", help="default: all of the layer")
     parser.add_argument("--sequences", type=int, default=256, help="for each checkpoint; default 256")
     parser.add_argument("--out", type=Path, help="default: RUN/delta_bias.json")
     parser.add_argument("--dataset", metavar="DIR", help="the run's corpus, where it has moved")
@@ -100,7 +105,7 @@ def main(argv: list[str] | None = None) -> int:
             raise ConfigError(f"--sequences={args.sequences} must be at least 2, or there is no standard error")
         if args.device == "cuda" and not torch.cuda.is_available():
             raise ConfigError("--device=cuda, but torch sees no GPU; use --device=cpu")
-        lines = measure(args.run, args.steps, args.layer, args.sequences, args.device, args.dataset)
+        lines = measure(args.run, args.steps, args.layer, args.heads, args.sequences, args.device, args.dataset)
         out = args.out or args.run / "delta_bias.json"
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(to_json({"run": args.run.resolve().name, "rows": lines}, indent=1) + "\n", encoding="utf-8")

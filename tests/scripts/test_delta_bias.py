@@ -70,6 +70,7 @@ def test_a_run(run, capsys):  # noqa: F811
 
 @pytest.mark.parametrize("argv, words", [(["--sequences", "1"], "--sequences=1 must be at least 2"),
                                          (["--layer", "2"], "--layer=2 is outside layers 0..1"),
+                                         (["--heads", "1", "2"], "--heads 1 2: the run has heads 0..1"),
                                          (["--steps", "12"], "need the rows of 44 steps, and 12 were recorded"),
                                          (["--steps", "5"], "no checkpoint of step 5")])
 def test_what_a_user_can_change(run, argv, words, capsys):  # noqa: F811
