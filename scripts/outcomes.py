@@ -1,7 +1,9 @@
 """What runs of one experiment came to: a line a run, a summary an arm, and a figure; from the runs' logs alone.
 
 What rates.py writes. A run has failed where failure.FailureRule says so, is stable where it has not within as many
-steps as the table is about, and is unfinished before that.
+steps as the table is about, and is unfinished before that. Beside that stands whether W_Q ran away, which comes first
+and may take thousands of steps to reach the loss: a head's W_Q had a spectral norm of more than 3 times the median of
+all heads, the monitor's signal wq_ratio.
 """
 
 import dataclasses
@@ -10,7 +12,9 @@ import statistics
 from dataclasses import dataclass
 from pathlib import Path
 
+from config import Config
 from failure import WINDOW, failure_of
+from scripts.monitor import first_alarm
 from scripts.runs import CompareError, Run, load_run
 
 FAILS, STABLE, UNTRIED = "fails", "stable", "not tried"
@@ -78,11 +82,11 @@ def verdict(paper: str, low: float, high: float, p: float | None) -> str:
     return "-" if paper == UNTRIED else "undecided" if seen is None else "agrees" if seen == paper else "disagrees"
 
 
-def failed_by(rows: list[dict]) -> tuple[list[int], list[float]]:
+def failed_by(rows: list[dict], event: str = "step_of_failure") -> tuple[list[int], list[float]]:
     """Steps at which a run failed, from 0, and the share that had failed by then: 1 minus Kaplan and Meier's estimate
-    (JASA 53, 1958). A run that has not failed counts up to its last step."""
-    ends = [r["last_step"] if r["step_of_failure"] is None else r["step_of_failure"] for r in rows]
-    failures = [r["step_of_failure"] for r in rows if r["step_of_failure"] is not None]
+    (JASA 53, 1958). A run that has not failed counts up to its last step. event: the entry that holds the step."""
+    ends = [r["last_step"] if r[event] is None else r[event] for r in rows]
+    failures = [r[event] for r in rows if r[event] is not None]
     steps, shares, left = [0], [0.0], 1.0
     for step in sorted(set(failures)):
         left *= 1 - failures.count(step) / sum(end >= step for end in ends)
@@ -106,17 +110,19 @@ def finished(run: Run, steps: int) -> bool:
 
 def row(arm: str, seed: int, run: Run | None, proposal: dict | None, steps: int) -> dict:
     """One line of the table, by the run's log alone. `failed` is None for a run that has neither failed nor reached
-    `steps`; `final_loss` is the mean of the last 50 logged losses, in nats; `ties` and `wq_norm` are the proposed
-    layer's at its last probe (share of rows with tied maxima in its worst head; largest spectral norm of W_Q of a
-    head)."""
-    found = dict.fromkeys(("arm", "seed", "failed", "step_of_failure", "final_loss", "last_step", "layer", "ties",
-                           "wq_norm"))
+    `steps`, and `ran_away` likewise; `final_loss` is the mean of the last 50 logged losses, in nats; `ties` and
+    `wq_norm` are the proposed layer's at its last probe (share of rows with tied maxima in its worst head; largest
+    spectral norm of W_Q of a head)."""
+    found = dict.fromkeys(("arm", "seed", "failed", "step_of_failure", "final_loss", "last_step", "ran_away",
+                           "step_of_runaway", "layer", "ties", "wq_norm"))
     found |= {"arm": arm, "seed": seed}
     if run is None:
         return found
     failure, losses = failure_of(run.records), run.series("loss")[1]
-    found |= {"failed": failure is not None if finished(run, steps) else None, "step_of_failure": failure,
-              "final_loss": statistics.fmean(losses[-WINDOW:]), "last_step": run.steps - 1}
+    alarm, done = first_alarm(run.records, {"wq_ratio": Config().monitor_wq_ratio}), finished(run, steps)
+    found |= {"failed": failure is not None if done else None, "step_of_failure": failure,
+              "final_loss": statistics.fmean(losses[-WINDOW:]), "last_step": run.steps - 1,
+              "ran_away": True if alarm else False if done else None, "step_of_runaway": alarm and alarm.step}
     if proposal:
         found["layer"] = proposal["layer"]
         for name in ("ties", "wq_norm"):
@@ -127,29 +133,39 @@ def row(arm: str, seed: int, run: Run | None, proposal: dict | None, steps: int)
 
 def summary(rows: list[dict], arms: dict[str, Arm]) -> list[dict]:
     """By arm: failures in finished runs, the interval of their rate, unfinished runs, the paper's outcome, `fewer` and
-    `verdict`, and medians over finished runs.
+    `verdict`; the same of runs whose W_Q ran away; and medians over finished runs.
 
     A run that was cut off has not failed yet, so leaving such runs out would raise the rate: the interval reaches from
     where all of them turn out stable to where all fail, and p takes the worse of the two. Runs not begun are left out.
     """
     begun = [r for r in rows if r["failed"] is not None or r.get("last_step") is not None]
-    best = {name: {r["seed"]: r["failed"] is True for r in begun if r["arm"] == name} for name in arms}
-    worst = {name: {r["seed"]: r["failed"] is not False for r in begun if r["arm"] == name} for name in arms}
     found = []
     for name, arm in arms.items():
         mine = [r for r in rows if r["arm"] == name]
         done = [r for r in mine if r["failed"] is not None]
-        low = interval(sum(best[name].values()), len(best[name]))[0]
-        high = interval(sum(worst[name].values()), len(worst[name]))[1]
-        p = fewer(best[FIRST], worst[name]) if FIRST in arms else None
-        line = {"arm": name, "section": arm.section, "paper": arm.paper, "failed": sum(r["failed"] for r in done),
-                "finished": len(done), "unfinished": len(mine) - len(done), "rate_low": low, "rate_high": high,
-                "p_fewer": p, "verdict": verdict(arm.paper, low, high, p)}
-        for key in ("step_of_failure", "final_loss", "ties", "wq_norm"):
+        failed, ran_away = (_rate(begun, name, event) for event in ("failed", "ran_away"))
+        line = {"arm": name, "section": arm.section, "paper": arm.paper, "failed": failed["yes"],
+                "finished": len(done), "unfinished": len(mine) - len(done), "rate_low": failed["low"],
+                "rate_high": failed["high"], "p_fewer": failed["p"],
+                "verdict": verdict(arm.paper, failed["low"], failed["high"], failed["p"]),
+                "ran_away": ran_away["yes"], "ran_away_or_finished": ran_away["known"],
+                "runaway_low": ran_away["low"], "runaway_high": ran_away["high"], "runaway_p_fewer": ran_away["p"]}
+        for key in ("step_of_failure", "step_of_runaway", "final_loss", "ties", "wq_norm"):
             values = [r[key] for r in done if r.get(key) is not None]
             line[f"median_{key}"] = statistics.median(values) if values else None
         found.append(line)
     return found
+
+
+def _rate(begun: list[dict], name: str, event: str) -> dict:
+    """Runs of an arm with the event, those of which it is known, the interval of the rate, and p against FIRST."""
+    def seeds(arm: str, unknown: bool) -> dict[int, bool]:
+        return {r["seed"]: r.get(event) is True or (unknown and r.get(event) is None) for r in begun if r["arm"] == arm}
+
+    least, most, known = seeds(name, False), seeds(name, True), [r for r in begun if r["arm"] == name]
+    return {"yes": sum(least.values()), "known": sum(r.get(event) is not None for r in known),
+            "low": interval(sum(least.values()), len(least))[0], "high": interval(sum(most.values()), len(most))[1],
+            "p": fewer(seeds(FIRST, False), most) if any(r["arm"] == FIRST for r in begun) else None}
 
 
 def check_alike(runs: dict[tuple[str, int], Run], arms: dict[str, Arm]) -> None:
@@ -182,8 +198,9 @@ def tabulate(arms: dict[str, Arm], seeds: list[int], runs: dict[tuple[str, int],
 
 
 def draw(found: dict, path: Path) -> None:
-    """One panel an arm with a run: the share of its seeds that failed by a step (`failed_by`), the first arm's in grey;
-    ticks where a run that has not failed ends; at the right the interval of the rate."""
+    """One panel an arm with a run: the share of its seeds that failed by a step (`failed_by`), and, dashed, the share
+    whose W_Q had run away; the first arm's in grey; ticks where a run that has not failed ends; at the right the
+    interval of the rate of failure."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -201,17 +218,19 @@ def draw(found: dict, path: Path) -> None:
         axis.set_visible(False)
     for axis, line in zip(axes.flat, lines, strict=False):
         for name, look in ((FIRST, {"color": "0.6", "linewidth": 3}), (line["arm"], {"color": "black"})):
-            if mine := rows.get(name):
-                at, shares = failed_by(mine)
-                axis.step([*at, max(r["last_step"] for r in mine)], [*shares, shares[-1]], where="post", **look)
+            for event, dashes in (("step_of_runaway", "--"), ("step_of_failure", "-")) if rows.get(name) else ():
+                at, shares = failed_by(rows[name], event)
+                axis.step([*at, max(r["last_step"] for r in rows[name])], [*shares, shares[-1]], where="post",
+                          linestyle=dashes, **look)
         ends = [r["last_step"] for r in rows[line["arm"]] if r["step_of_failure"] is None]
         axis.plot(ends, [shares[sum(step <= end for step in at) - 1] for end in ends], "k|", markersize=9)
         if line["finished"]:
             axis.plot([1.04 * steps] * 2, [line["rate_low"], line["rate_high"]], "k_-", linewidth=1)
-        axis.set_title(f"{line['arm']}\n{line['failed']} of {line['finished']} failed", fontsize=8)
+        axis.set_title(f"{line['arm']}\n{line['failed']} of {line['finished']} failed, {line['ran_away']} of "
+                       f"{line['ran_away_or_finished']} ran away", fontsize=7)
         axis.set(xlim=(0, 1.08 * steps), ylim=(-0.05, 1.05))
         axis.tick_params(labelsize=7)
     figure.supxlabel("step", fontsize=8)
-    figure.supylabel("share of seeds that failed", fontsize=8)
+    figure.supylabel("share of seeds that failed (dashed: W_Q ran away)", fontsize=8)
     figure.savefig(path, dpi=150)
     pyplot.close(figure)

@@ -59,6 +59,22 @@ def test_unfinished_runs_are_counted_as_such():
     assert len(summary(rows, ARMS)) == len(ARMS) and line["median_final_loss"] is None
 
 
+def test_a_runaway_is_known_before_the_run_has_ended():
+    """Seed 1's layer 1 passes 3 times the median at step 40 and is cut off; seed 2 is cut off before it might."""
+    def run(steps, grows_at):
+        records = [{"step": step, "loss": 3.0} | {f"probe/wq_norm_head/layer{i}": [1.0, 1.0 + 9 * (i == 1 and step >=
+                    grows_at)] for i in range(3)} for step in range(0, steps, 20)]
+        return Run(Path("."), True, {}, records, "run")
+
+    found = [row("a", seed, run(steps, 40), None, 100) for seed, steps in ((1, 60), (2, 40), (3, 120))]
+    assert [(r["ran_away"], r["step_of_runaway"], r["failed"]) for r in found] == [
+        (True, 40, None), (None, None, None), (True, 40, False)]
+    (line,) = summary(found, {"a": Arm()})
+    assert (line["ran_away"], line["ran_away_or_finished"], line["median_step_of_runaway"]) == (2, 2, 40)
+    assert (line["runaway_low"], line["runaway_high"]) == (interval(2, 3)[0], 1)
+    assert row("a", 1, run(101, 200), None, 100)["ran_away"] is False
+
+
 def test_medians_are_over_finished_runs():
     rows = [{"arm": "a", "seed": 1, "failed": f, "step_of_failure": s, "final_loss": loss} for f, s, loss in
             ((True, 100, 5.0), (True, 300, 6.0), (False, None, 3.0), (None, None, 99.0))]
@@ -104,8 +120,8 @@ def test_without_a_first_run_nothing_is_decided():
     assert (line["p_fewer"], line["verdict"]) == (None, "undecided") and verdict("fails", 0.9, 1.0, None) == "agrees"
 
 
-def line_of(failure, last):
-    return {"step_of_failure": failure, "last_step": last}
+def line_of(failure, last, runaway=None):
+    return {"step_of_failure": failure, "last_step": last, "step_of_runaway": runaway}
 
 
 def test_share_failed_by_a_step_leaves_out_runs_that_ended_before():
@@ -113,6 +129,7 @@ def test_share_failed_by_a_step_leaves_out_runs_that_ended_before():
     rows = [line_of(10, 10), line_of(None, 20), line_of(30, 30), line_of(None, 99)]
     assert failed_by(rows) == ([0, 10, 30], [0.0, 0.25, 0.625])
     assert failed_by([line_of(None, 5)]) == ([0], [0.0])
+    assert failed_by([line_of(50, 50, 20), line_of(None, 99)], "step_of_runaway") == ([0, 20], [0.0, 0.5])
 
 
 def write_run(folder, seed, steps, fails_at=None, probe=True, session=0, **config) -> Path:
