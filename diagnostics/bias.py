@@ -9,6 +9,7 @@ from torch import Tensor
 from attention.rounding import round_bf16, round_to
 from attention.spec import AttentionSpec
 from diagnostics.precision import Pair, both
+from diagnostics.ties import maxima
 
 MOST = 5  # rows with this many ones or more share a line of a table
 SIGNS = ("negative", "positive", "mixed")
@@ -143,7 +144,8 @@ def pushes(frame, spec: AttentionSpec) -> dict[str, Tensor]:
     sum: sum_T (delta_lp - delta_hp)[T] (paper figure 12). push: the share of dW_Q,hp - dW_Q,lp (`coherence`) along
     u v^T, the first singular pair of W_Q, so positive where descent by the rounded gradient makes |W_Q| larger than
     descent by the exact one. gradient: -dW_Q,hp along u v^T, what the exact gradient does to it. size: the root of the
-    summed squares of the terms of push, what independent errors without a bias would add up to.
+    summed squares of the terms of push, what independent errors without a bias would add up to. tied: the share of
+    rows with several P = 1.
     """
     alpha = frame.q.shape[-1] ** -0.5
     pair = both(frame.q, frame.k, frame.v, spec, frame.do)
@@ -152,5 +154,6 @@ def pushes(frame, spec: AttentionSpec) -> dict[str, Tensor]:
     xv = frame.x.double() @ vt[0]
     terms = alpha * pair.delta_error * (p @ k @ u[:, 0]) * xv
     ds = p * (frame.do.double() @ frame.v.double().mT - pair.delta_hp[..., None])
-    return {"sum": pair.delta_error.sum(-1), "push": terms.sum(-1), "size": terms.norm(dim=-1),
+    tied = (maxima(pair.s, "one").sum(-1) > 1).double().mean(-1)
+    return {"sum": pair.delta_error.sum(-1), "push": terms.sum(-1), "size": terms.norm(dim=-1), "tied": tied,
             "gradient": -(alpha * (ds @ k @ u[:, 0]) * xv).sum(-1)}

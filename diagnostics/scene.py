@@ -128,6 +128,15 @@ def capture(model: nn.Module, x: Tensor, y: Tensor, autocast, layer: int, head: 
     tokens: keep this many leading positions. Attention is causal, so what is kept is exactly what the whole sequence
     has there, dO with the loss of all later tokens included. Errors: SceneError where something is not finite.
     """
+    (frame,) = capture_heads(model, x, y, autocast, layer, [head], step, scale)
+    kept = {name: getattr(frame, name) for name in TENSORS}
+    # Copies: weights go on changing, and a slice would keep all heads in memory.
+    return Frame(step, **{name: (t if name == "wq" else t[:, :tokens]).cpu().clone() for name, t in kept.items()})
+
+
+def capture_heads(model: nn.Module, x: Tensor, y: Tensor, autocast, layer: int, heads: list[int], step: int,
+                  scale: float = 1.0) -> list[Frame]:
+    """`capture` of several heads of a layer by one pass, on the model's device; they share x and the tokens."""
     block = model.eval().transformer.h[layer].attn
     seen: dict[str, Tensor] = {}
 
@@ -145,19 +154,18 @@ def capture(model: nn.Module, x: Tensor, y: Tensor, autocast, layer: int, head: 
         for hook in hooks:
             hook.remove()
         model.zero_grad(set_to_none=True)
-    spec, width = head_spec(block.attend.spec, head), block.c_attn.weight.shape[1]
-    q, k, v, do = (operand(seen[n].detach()[:, head], spec) for n in ("q", "k", "v", "do"))
-    bad = [n for n, t in dict(q=q, k=k, v=v, do=do).items() if not t.isfinite().all()]
-    if bad:
-        raise SceneError(f"step {step}: {', '.join(bad)} of layer {layer}, head {head} are not finite, so there is "
-                         "nothing to compare; choose earlier checkpoints with --steps")
-    size = width // block.n_head
-    wq = block.c_attn.weight.detach()[head * size:(head + 1) * size]
-    kept = dict(x=seen["x"].detach().to(seen["q"].dtype), q=q, k=k, v=v, o=seen["o"].detach()[:, head], do=do,
-                lse=both(q, k, v, spec).lse)
-    # Copies: weights go on changing, and a slice would keep all heads in memory.
-    return Frame(step, x[:, :tokens].cpu(), wq=wq.float().cpu().clone(),
-                 **{name: t[:, :tokens].float().cpu().clone() for name, t in kept.items()})
+    width = block.c_attn.weight.shape[1]
+    size, inputs, frames = width // block.n_head, seen["x"].detach().to(seen["q"].dtype).float(), []
+    for head in heads:
+        spec = head_spec(block.attend.spec, head)
+        q, k, v, do = (operand(seen[n].detach()[:, head], spec) for n in ("q", "k", "v", "do"))
+        bad = [n for n, t in dict(q=q, k=k, v=v, do=do).items() if not t.isfinite().all()]
+        if bad:
+            raise SceneError(f"step {step}: {', '.join(bad)} of layer {layer}, head {head} are not finite, so there is "
+                             "nothing to compare; choose earlier checkpoints with --steps")
+        frames.append(Frame(step, x, inputs, q, k, v, seen["o"].detach()[:, head].float(), do, both(q, k, v, spec).lse
+                            .float(), block.c_attn.weight.detach()[head * size:(head + 1) * size].float()))
+    return frames
 
 
 def save(scene: Scene, path: str | Path) -> Path:

@@ -23,9 +23,8 @@ from attention import AttentionLayer
 from config import ConfigError
 from determinism import set_determinism
 from diagnostics.bias import pushes
-from diagnostics.precision import head_spec, scores
-from diagnostics.scene import Frame, capture
-from diagnostics.ties import maxima, tied_share
+from diagnostics.precision import head_spec
+from diagnostics.scene import capture_heads
 from metrics import MetricsError, to_json
 from model import GPT
 from scripts.diagnose import chosen, open_run, row_of, specs_at
@@ -62,12 +61,9 @@ def measure(run: Path, steps: str, layer: int, heads: list[int] | None, sequence
             for part in range(0, len(offsets), config.batch_size):
                 x, y = (t.to(device) for t in plan.tokens["train"].batch(offsets[part:part + config.batch_size],
                                                                          config.block_size))
-                for head, values in found.items():
-                    spec = head_spec(layers[layer].spec, head)
-                    frame = capture(model, x, y, autocast, layer, head, step, len(x) / config.sequences_per_step)
-                    frame = Frame(step, *(t.to(device) for t in list(vars(frame).values())[1:]))
-                    tied = tied_share(maxima(scores(frame.q, frame.k, spec).double(), "one"))
-                    values.append(pushes(frame, spec) | {"tied": torch.full((len(x),), tied)})
+                frames = capture_heads(model, x, y, autocast, layer, heads, step, len(x) / config.sequences_per_step)
+                for head, frame in zip(heads, frames, strict=True):
+                    found[head].append(pushes(frame, head_spec(layers[layer].spec, head)))
         for head, values in found.items():
             line = {"step": step, "layer": layer, "head": head, "sequences": sequences,
                     "wq_norm": torch.linalg.matrix_norm(_wq(model, layer, head).double(), 2).item()}
