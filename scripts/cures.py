@@ -13,6 +13,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from attention.spec import SMALLEST_SHIFT
 from scripts.rates import FAILS, STABLE, Arm, main
 
 RULES = ("capped", "clamp", "fixed", "unconditional", "lazy_max")  # the paper's own is an arm beside them
@@ -27,8 +28,11 @@ ARMS = {
     **{f"stabilizer_{rule}": Arm(("--attention=stabilized", f"--stabilizer={rule}")) for rule in RULES},
     **{f"beta_{beta:g}": Arm(("--attention=stabilized", f"--beta={beta:g}")) for beta in BETAS},
     **{f"epsilon_{epsilon:g}": Arm(("--attention=stabilized", f"--epsilon={epsilon:g}")) for epsilon in EPSILONS},
-    # exp(-cap) a power of two, which BF16 holds: with the default cap it is rounded down by 8e-4, always
-    "shift_cap_17_ln_2": Arm(("--attention=stabilized", f"--shift_cap={17 * math.log(2):.6f}")),
+    # Shifts that all rows share, P < 1 in each: a P that BF16 holds cures (attention/spec.py), exp(-1) is rounded down
+    # in every row (stabilizer_fixed), and a power of two leaves the roundings of P V as they are with P = 1.
+    "fixed_exact": Arm(("--attention=stabilized", "--stabilizer=fixed", f"--fixed_shift={SMALLEST_SHIFT!r}")),
+    "fixed_ln_2": Arm(("--attention=stabilized", "--stabilizer=fixed", f"--fixed_shift={math.log(2)!r}")),
+    "shift_cap_17_ln_2": Arm(("--attention=stabilized", f"--shift_cap={17 * math.log(2)!r}")),
     "output_fp32": Arm(("--output=fp32", "--pv=fp32"), STABLE, "3.2"),
     "output_stochastic": Arm(("--output=stochastic",)),
     "pv_fp32": Arm(("--pv=fp32",), STABLE, "3.3.2"),
