@@ -43,13 +43,23 @@ def train(trainer: Trainer, info: dict) -> int:
     recorder, intervals = None, (config.probe_interval, config.monitor != "off" and config.monitor_interval)
     saved = plan.start if config.init_from == "resume" else None
 
-    def save():
-        """In the background: what fails there ends the run at the next step, and `finish` waits for it."""
+    def settle(block: bool = True):
+        """What failed in the background is tried once more, with the state of now; if that fails too, the run ends."""
         nonlocal saved
-        first, done, saved = saved is None, saved == trainer.step, trainer.step
-        if done or not group.is_main:
+        try:
+            trainer.writer.settle(block)
+        except CheckpointError as error:
+            metrics.say(f"{error}; trying once more, at step {trainer.step}")
+            saved = None
+            save()
+
+    def save():
+        """In the background, but waits for the first one and for one that is tried once more."""
+        nonlocal saved
+        settle()  # before anything of this save: it may share the disk's queue
+        if saved == trainer.step or not group.is_main:
             return
-        trainer.writer.settle()  # before anything of this save: it may share the disk's queue
+        first, saved = saved is None, trainer.step
         if recorder:
             recorder.sync()  # a step's row is on disk before its weights are
             metrics.update_run(order=info["order"] | {"rows": recorder.rows, "sha256": recorder.sha256()})
@@ -64,7 +74,7 @@ def train(trainer: Trainer, info: dict) -> int:
 
     def finish():
         save()
-        trainer.writer.settle()
+        settle()
 
     code = None
     try:
@@ -89,7 +99,7 @@ def train(trainer: Trainer, info: dict) -> int:
             trainer.optimizer.set_lr(step)
             loss = trainer.gradients()
             log.settle()  # the step before, while the device works on this one's gradients
-            trainer.writer.settle(block=False)
+            settle(block=False)
             whole, watched = (bool(every) and step % every == 0 for every in intervals)
             probed = trainer.probe(whole, exact="val_loss" in record) if whole or watched else None
             log.add(record, trainer.update(loss), probed)
