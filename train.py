@@ -24,7 +24,7 @@ from plan import check_ranks_agree, prepare
 from replay.order import OrderError, Recorder
 from runinfo import describe_run, print_header, print_switches
 from steplog import NonFiniteError, RunFailed, RunWarned, StepLog
-from stop import EXIT_SIGTERM, StopRequested, StopSignal
+from stop import EXIT_SIGINT, StopRequested, StopSignal
 from trainer import Trainer
 
 USER_ERRORS = (CheckpointError, MetricsError, OrderError, DataError)
@@ -110,12 +110,12 @@ def train(trainer: Trainer, info: dict) -> int:
         finish()
         metrics.say(f"done: step {trainer.step}, validation loss {record['val_loss']:.4f}, {out}")
         code = 0
-    except StopRequested:
+    except StopRequested as stop:
         with contextlib.suppress(RunFailed, RunWarned):
             log.settle()
         finish()
         group.print(f"stopped by a signal at step {trainer.step}; saved to {out}, go on with --init_from=resume")
-        code = EXIT_SIGTERM
+        code = stop.status
     except (RunFailed, RunWarned) as reason:
         finish()
         group.print(f"{reason}; saved to {out}")
@@ -124,7 +124,8 @@ def train(trainer: Trainer, info: dict) -> int:
         if code is None:  # of whatever ended the run, also while it was ending: scripts resume by what run.json says
             error = sys.exception()
             code = (EXIT_NONFINITE if isinstance(error, NonFiniteError) else
-                    EXIT_USER if isinstance(error, USER_ERRORS) else 1)
+                    EXIT_USER if isinstance(error, USER_ERRORS) else
+                    EXIT_SIGINT if isinstance(error, KeyboardInterrupt) else 1)  # a second Ctrl-C
         with contextlib.suppress(RuntimeError, RunFailed, RunWarned):  # what ends the run is told by its own error
             log.settle()
         try:

@@ -1,6 +1,7 @@
 """Runs several arms of one experiment side by side: train.py as subprocesses, over the GPUs that are there."""
 
 import contextlib
+import json
 import math
 import os
 import signal
@@ -11,13 +12,14 @@ from pathlib import Path
 
 from attention import layer_specs
 from checkpoint import checkpoints
-from config import Config, ConfigError, load
+from config import Config, ConfigError, as_dict, load
 from data.loader import open_tokens
 from data.meta import corpus_folder
-from metrics import read_run
+from metrics import read_run, to_json
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = (0, 3, 4)  # train.py's exit statuses that are an outcome: finished, non-finite, failed by the rule
+MAY_CHANGE = ("out_dir", "init_from", "max_iters", "replay")  # between the sessions of an arm
 
 
 def last_step(run: Path) -> int | None:
@@ -38,6 +40,9 @@ def check_arm(name: str, argv: list[str]) -> Config:
     with contextlib.chdir(ROOT):
         try:
             config = load(argv)
+            if config.monitor == "stop":
+                raise ConfigError("monitor=stop ends a run before it is known whether it fails, so it has no outcome; "
+                                  "use --monitor=warn, which logs the same warnings")
             layer_specs(config.n_layer, config.n_head, config.attention, config.switches, config.attention_override,
                         config.output_heads)
             for split in ("train", "val"):
@@ -45,6 +50,20 @@ def check_arm(name: str, argv: list[str]) -> Config:
         except ValueError as error:
             raise ConfigError(f"arm {name}: {error}") from None
     return config
+
+
+def check_begun(run: Path, argv: list[str]) -> None:
+    """Whether an arm that has begun in `run` is the one that argv means now. Errors: ConfigError, with both values."""
+    with contextlib.chdir(ROOT):
+        config = load(argv)
+    if (last_step(run) or 0) > config.max_iters:
+        raise ConfigError(f"{run} is at step {last_step(run)}, past --steps={config.max_iters}; give at least that, or "
+                          "another --out")
+    now, then = json.loads(to_json(as_dict(config))), read_run(run).get("config", {})
+    for name in sorted((now.keys() & then.keys()) - set(MAY_CHANGE)):
+        if now[name] != then[name]:
+            raise ConfigError(f"{run} was begun with {name}={then[name]!r}, and this command says {now[name]!r}; give "
+                              "the same, or another --out")
 
 
 def run_arms(arms: dict[str, list[str]], folder: Path, parallel: int, gpus: int, say=print,
@@ -55,8 +74,10 @@ def run_arms(arms: dict[str, list[str]], folder: Path, parallel: int, gpus: int,
     several GPUs the arms take turns on them. What an arm prints goes to folder/NAME.log. After `limit_s` seconds no arm
     is started, and those that run save and end, for a later call to go on with; so they do at Ctrl-C and SIGTERM, which
     raise KeyboardInterrupt. Returns exit statuses by name; an arm that fails does not stop the others, since a failure
-    may be the result.
+    may be the result. Errors, before any is started: ConfigError for an arm that has begun with other flags.
     """
+    for name, argv in arms.items():
+        check_begun(folder / name, argv)
     folder = folder.absolute()  # train.py runs elsewhere
     waiting, running, codes, started = list(arms.items()), {}, {}, time.monotonic()
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)

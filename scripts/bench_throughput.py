@@ -43,7 +43,7 @@ from config import ConfigError, load
 from determinism import set_determinism
 from plan import prepare
 from runinfo import describe_run
-from stop import EXIT_SIGTERM, StopRequested, StopSignal
+from stop import StopRequested, StopSignal
 from trainer import Trainer
 
 PLAIN = "sdpa+loss_chunk=0+deterministic=False"  # what nanoGPT runs: torch's attention, all logits, fastest algorithms
@@ -338,7 +338,7 @@ def save(path: Path, argv: list[str], rows: list[dict]) -> None:
 
 
 def main(argv: list[str]) -> int:
-    """Exit status: 0, or EXIT_SIGTERM after a signal. Errors: ValueError."""
+    """Exit status: 0, or 128 + the signal that ended it. Errors: ValueError."""
     start = time.perf_counter()
     options = {"arms": ARMS, "rounds": "5", "steps": "4", "seconds": "inf", "profile": "False", "fit": "", "out": ""}
     rest = []
@@ -389,8 +389,8 @@ def main(argv: list[str]) -> int:
             else:
                 for found in measure(names, rest, group, stop, schedule, rounds, steps, options["profile"] == "True"):
                     keep(found)
-        except StopRequested:
-            code = EXIT_SIGTERM
+        except StopRequested as stopped:
+            code = stopped.status
         if group.is_main:
             if rows and not options["fit"]:
                 report(rows, json.loads(out.read_text())["rows"] if out else rows)

@@ -30,7 +30,7 @@ from metrics import Metrics
 from plan import prepare
 from replay.order import OrderFile, Recorder
 from runinfo import describe_run, print_header
-from stop import EXIT_SIGTERM, StopRequested, StopSignal
+from stop import StopRequested, StopSignal
 from trainer import Trainer
 
 
@@ -102,7 +102,7 @@ def measure(argv: list[str], steps: int) -> dict:
 
 
 def main(argv: list[str]) -> int:
-    """Exit status: 0, or EXIT_SIGTERM after a signal. Errors: ValueError."""
+    """Exit status: 0, or 128 + the signal that ended it. Errors: ValueError."""
     options = {"steps": "30", "json": ""}
     rest = []
     for arg in argv:
@@ -113,10 +113,10 @@ def main(argv: list[str]) -> int:
             rest.append(arg)
     try:
         result = measure(rest, int(options["steps"]))
-    except StopRequested:
+    except StopRequested as stop:
         if os.environ.get("RANK", "0") == "0":
             print("bench_train.py: stopped by a signal before all was measured; nothing is written", file=sys.stderr)
-        return EXIT_SIGTERM
+        return stop.status
     for name, value in result.items():
         print(f"{name:>20}: {value:.4g}" if isinstance(value, float) else f"{name:>20}: {value}")
     if options["json"]:

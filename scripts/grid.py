@@ -13,7 +13,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from scripts.rates import Arm, parser, run_and_write
+from scripts.rates import Arm, exit_status, parser, run_and_write
 
 ROUNDED = {  # what stays rounded to BF16 beside operands and probabilities, by the flags that take the rest away
     "scores_pv_delta": (),
@@ -62,10 +62,9 @@ def main(argv: list[str] | None = None) -> int:
             for arm, (name, rate, batch) in points.items()}
     args.arms = list(arms)
     found = run_and_write(arms, args, extra, args.out / "grid.json")
-    if found is None:
-        return 2
-    figure(found["rows"], points, args.out / "grid.png")
-    return 1 if found["errors"] else 0
+    if found:
+        figure(found["rows"], points, args.out / "grid.png")
+    return exit_status(found)
 
 
 if __name__ == "__main__":

@@ -18,9 +18,9 @@ import torch
 
 from failure import WINDOW, failure_of
 from metrics import MetricsError, to_json
-from scripts.arms import RESULTS, check_arm, last_step, outcome, run_arms
+from scripts.arms import RESULTS, check_arm, outcome, run_arms
 from scripts.runs import CompareError, Run, load_run
-from stop import EXIT_SIGTERM
+from stop import EXIT_SIGINT, EXITS_STOPPED
 
 FAILS, STABLE, UNTRIED = "fails", "stable", "not tried"
 FIRST = "flash_bf16"  # the run that fails: it proposes the layer and the heads that other arms name
@@ -121,8 +121,9 @@ def parser(description: str, out: str, arms: Iterable[str]) -> argparse.Argument
 
 
 def run_experiment(arms: dict[str, Arm], args: argparse.Namespace, extra: list[str]) -> dict:
-    """Runs `args.arms` over `args.seeds` and returns {"steps", "proposals", "rows", "summary", "errors"}, also as it
-    stands when interrupted; errors: log files of arms that have no outcome because train.py ended with an error.
+    """Runs `args.arms` over `args.seeds` and returns {"steps", "proposals", "rows", "summary", "errors",
+    "interrupted"}, also as it stands when interrupted; errors: log files of arms without an outcome as train.py ended
+    with an error.
 
     Arms whose flags name a layer wait for their seed's first run. Errors, before anything is started: ValueError for
     flags that cannot run, and for runs in `args.out` that are past `args.steps`.
@@ -140,8 +141,9 @@ def run_experiment(arms: dict[str, Arm], args: argparse.Namespace, extra: list[s
         return [*common, f"--seed={seed}", *(flag.format(**words) for flag in arms[name].flags)]
 
     _check(args, {name: argv(name, args.seeds[0], {"layer": 0, "head": 0, "heads": [0]})
-                  for name in [*first, *args.arms]}, any(waits.values()), folders.values())
+                  for name in [*first, *args.arms]}, any(waits.values()))
     codes: dict[str, int | None] = {}
+    interrupted = False
 
     def run(names: list[str]) -> None:
         commands = {folders[name, seed]: argv(name, seed, proposals.get(seed, {})) for seed in args.seeds
@@ -157,15 +159,16 @@ def run_experiment(arms: dict[str, Arm], args: argparse.Namespace, extra: list[s
         if late := [name for name in args.arms if waits[name]]:
             run(late)
     except KeyboardInterrupt:
+        interrupted = True
         print("interrupted; the same command goes on", file=sys.stderr)
     rows = [row(name, seed, args.out / folder, proposals.get(seed), args.steps)
             for (name, seed), folder in folders.items()]
     return {"steps": args.steps, "proposals": proposals, "rows": rows, "summary": summary(rows, arms),
             "errors": [f"{args.out / name}.log" for name, code in codes.items()
-                       if code not in (*RESULTS, None, EXIT_SIGTERM)]}
+                       if code not in (*RESULTS, None, *EXITS_STOPPED)], "interrupted": interrupted}
 
 
-def _check(args: argparse.Namespace, arms: dict[str, list[str]], proposes: bool, folders: Iterable[str]) -> None:
+def _check(args: argparse.Namespace, arms: dict[str, list[str]], proposes: bool) -> None:
     """Errors: ValueError for what a user can change, before anything is started."""
     for name in ("steps", "parallel", "minutes"):
         if not getattr(args, name) > 0:
@@ -175,10 +178,6 @@ def _check(args: argparse.Namespace, arms: dict[str, list[str]], proposes: bool,
         if proposes and name == FIRST and not config.probe_interval and config.monitor == "off":
             raise ValueError("arms that name a layer take it from probes of the first run, and probe_interval=0; add "
                              "--probe_interval=100")
-    for folder in (args.out / name for name in folders):
-        if (last_step(folder) or 0) > args.steps:
-            raise ValueError(f"{folder} is at step {last_step(folder)}, past --steps={args.steps}; give at least that, "
-                             "or another --out")
 
 
 def write(found: dict, path: Path) -> None:
@@ -211,9 +210,13 @@ def run_and_write(arms: dict[str, Arm], args: argparse.Namespace, extra: list[st
     return found
 
 
+def exit_status(found: dict | None) -> int:
+    """0; 2 where nothing could be run, 130 where it was interrupted, 1 where arms ended with an error."""
+    return 2 if found is None else EXIT_SIGINT if found["interrupted"] else 1 if found["errors"] else 0
+
+
 def main(description: str, arms: dict[str, Arm], out: str, file: str, argv: list[str] | None = None) -> int:
-    """A script of one experiment: parses, runs, writes OUT/FILE. Further --key=value go to train.py. Exit status: 1
-    where arms ended with an error, 2 where nothing could be run."""
+    """A script of one experiment: parses, runs, writes OUT/FILE; returns `exit_status`. Further --key=value go to
+    train.py."""
     args, extra = parser(description, out, arms).parse_known_args(argv)
-    found = run_and_write(arms, args, extra, args.out / file)
-    return 2 if found is None else 1 if found["errors"] else 0
+    return exit_status(run_and_write(arms, args, extra, args.out / file))
