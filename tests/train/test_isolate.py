@@ -120,7 +120,7 @@ def test_grid_runs_each_arm_at_each_point_and_draws_it(runner, corpus):
     assert (config["learning_rate"], config["batch_size"], config["delta"]) == (2e-3, 2, "dp_p")
 
 
-def test_the_small_run_and_its_replays_end_in_a_comparison(runner, corpus):
+def test_the_small_run_and_its_replays_end_in_a_comparison(runner, corpus, capsys):
     """scripts/reproduce_mini.py on the CPU: one record, two replays of it, figures and numbers. Called again it goes on
     with what was killed, and with more steps, to the same numbers; other flags are refused."""
     own = ("--out_dir", "--dataset", "--max_iters", "--seed")
@@ -143,9 +143,9 @@ def test_the_small_run_and_its_replays_end_in_a_comparison(runner, corpus):
     more = json.loads((out / "comparison.json").read_text())["runs"]
     assert [r["common_steps"] for r in more] == [6, 6, 6] and said[0].count("started") == 3, said
     assert more[1]["difference"]["signed"][:4] == rows[1]["difference"]["signed"]
-    for flag, message in (("--seed=2", f"{out}/flash_bf16 was begun with seed=1, and this command says 2"),
-                          ("--steps=5", f"{out}/flash_bf16 is at step 6, past --steps=5; give at least that, or")):
-        assert message in runner.start([*command, flag]).communicate(timeout=60)[1]
+    for flags, message in ((["--steps=6", "--seed=2"], "flash_bf16 was begun with seed=1, and this command says 2; give"),
+                           (["--steps=5"], "flash_bf16 is at step 6, past --steps=5; give at least that, or")):
+        assert reproduce_mini.main([*command[2:], *flags]) == 2 and message in capsys.readouterr().err
 
 
 def test_the_small_run_interrupted_goes_on(runner, corpus):
