@@ -18,7 +18,7 @@ import torch
 
 from failure import WINDOW, failure_of
 from metrics import MetricsError, to_json
-from scripts.arms import RESULTS, check_arm, outcome, run_arms
+from scripts.arms import FURTHER, RESULTS, check_arm, outcome, run_arms
 from scripts.runs import CompareError, Run, load_run
 from stop import EXIT_SIGINT, EXITS_STOPPED
 
@@ -106,6 +106,7 @@ def summary(rows: list[dict], arms: dict[str, Arm]) -> list[dict]:
 def parser(description: str, out: str, arms: Iterable[str]) -> argparse.ArgumentParser:
     """The flags that every experiment has; `arms` are the names to choose from, all by default."""
     found = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter,
+                                    epilog=FURTHER,
                                     allow_abbrev=False)  # --batch_size is train.py's, not short for --batch_sizes
     found.add_argument("--config", default="configs/mini_flash_bf16.toml", help="the failing run")
     found.add_argument("--dataset", default="mini", help="folder with train.bin and val.bin")

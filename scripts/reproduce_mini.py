@@ -21,7 +21,7 @@ from config import ConfigError
 from metrics import MetricsError
 from replay.order import OrderFile
 from scripts import compare
-from scripts.arms import RESULTS, check_arm, check_begun, run_arms
+from scripts.arms import FURTHER, RESULTS, check_arm, check_begun, run_arms
 from stop import EXIT_SIGINT
 
 RECORDED = "flash_bf16"
@@ -37,6 +37,7 @@ def argv_of(arm: str, common: list[str]) -> tuple[str, list[str]]:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+                                     epilog=FURTHER,
                                      allow_abbrev=False)  # --seed and the like may be meant for train.py
     parser.add_argument("--dataset", default="mini", help="folder with train.bin and val.bin of GPT-2 tokens")
     parser.add_argument("--out", type=Path, default=Path("runs/mini"), help="folder of the runs, and of what is found")

@@ -143,7 +143,7 @@ def test_the_small_run_and_its_replays_end_in_a_comparison(runner, corpus, capsy
     more = json.loads((out / "comparison.json").read_text())["runs"]
     assert [r["common_steps"] for r in more] == [6, 6, 6] and said[0].count("started") == 3, said
     assert more[1]["difference"]["signed"][:4] == rows[1]["difference"]["signed"]
-    for flags, message in ((["--steps=6", "--seed=2"], "flash_bf16 was begun with seed=1, and this command says 2; give"),
+    for flags, message in ((["--steps=6", "--seed=2"], "flash_bf16 was begun with seed=1, and this command says 2;"),
                            (["--steps=5"], "flash_bf16 is at step 6, past --steps=5; give at least that, or")):
         assert reproduce_mini.main([*command[2:], *flags]) == 2 and message in capsys.readouterr().err
 
