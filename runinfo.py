@@ -11,8 +11,30 @@ import torch
 
 from attention import kernel_for
 from attention.spec import from_key
-from config import as_dict
+from config import Config, as_dict
 from replay.switches import companion, read_switches
+
+# Keys that one setting alone reads, by their beginning: that setting, and whether a config has it.
+READ_WITH = (
+    ("compile_mode", "compile=True", lambda c: c["compile"]),
+    ("muon_", "optimizer=muon", lambda c: c["optimizer"] == "muon"),
+    ("monitor_remedy", "monitor=switch", lambda c: c["monitor"] == "switch"),
+    ("monitor_", "a monitor", lambda c: c["monitor"] != "off"),
+    ("probe_sequences", "a probe_interval or a monitor", lambda c: c["probe_interval"] or c["monitor"] != "off"),
+    ("wandb_", "wandb_log=True", lambda c: c["wandb_log"] or c["wandb_mode"] != "disabled"),
+    ("lr_decay_iters", "decay_lr=True", lambda c: c["decay_lr"]),
+    ("min_lr", "decay_lr=True", lambda c: c["decay_lr"]),
+)
+
+
+def unread(config: dict) -> list[str]:
+    """What was set and changes nothing, and with what it would: "compile_mode=reduce-overhead (read with ...)"."""
+    found = []
+    for name, default in as_dict(Config()).items():
+        what, on = next(((what, on) for begins, what, on in READ_WITH if name.startswith(begins)), (None, None))
+        if what and config[name] != default and not on(config):
+            found.append(f"{name}={config[name]} (read with {what})")
+    return found
 
 
 def describe_run(config, plan, group, trainer) -> dict:
@@ -67,6 +89,8 @@ def print_header(info: dict, group) -> None:
         "code": f"commit {info['git_commit'][:12]}{' (changed)' if info['git_dirty'] else ''}, "
                 + ", ".join(f"{k} {v}" for k, v in info["versions"].items() if v),
     }
+    if idle := unread(info["config"]):
+        lines["unread"] = ", ".join(idle)
     if "monitor" in info:
         lines["monitor"] = info["monitor"]
     for name, text in lines.items():

@@ -24,7 +24,7 @@ from plan import check_ranks_agree, prepare
 from replay.order import OrderError, Recorder
 from runinfo import describe_run, print_header, print_switches
 from steplog import NonFiniteError, RunFailed, RunWarned, StepLog
-from stop import EXIT_SIGTERM, StopRequested, StopSignal
+from stop import EXIT_SIGINT, StopRequested, StopSignal
 from trainer import Trainer
 
 USER_ERRORS = (CheckpointError, MetricsError, OrderError, DataError)
@@ -43,13 +43,23 @@ def train(trainer: Trainer, info: dict) -> int:
     recorder, intervals = None, (config.probe_interval, config.monitor != "off" and config.monitor_interval)
     saved = plan.start if config.init_from == "resume" else None
 
-    def save():
-        """In the background: what fails there ends the run at the next step, and `finish` waits for it."""
+    def settle(block: bool = True):
+        """What failed in the background is tried once more, with the state of now; if that fails too, the run ends."""
         nonlocal saved
-        first, done, saved = saved is None, saved == trainer.step, trainer.step
-        if done or not group.is_main:
+        try:
+            trainer.writer.settle(block)
+        except CheckpointError as error:
+            metrics.say(f"{error}; trying once more, at step {trainer.step}")
+            saved = None
+            save()
+
+    def save():
+        """In the background, but waits for the first one and for one that is tried once more."""
+        nonlocal saved
+        settle()  # before anything of this save: it may share the disk's queue
+        if saved == trainer.step or not group.is_main:
             return
-        trainer.writer.settle()  # before anything of this save: it may share the disk's queue
+        first, saved = saved is None, trainer.step
         if recorder:
             recorder.sync()  # a step's row is on disk before its weights are
             metrics.update_run(order=info["order"] | {"rows": recorder.rows, "sha256": recorder.sha256()})
@@ -64,7 +74,7 @@ def train(trainer: Trainer, info: dict) -> int:
 
     def finish():
         save()
-        trainer.writer.settle()
+        settle()
 
     code = None
     try:
@@ -89,7 +99,7 @@ def train(trainer: Trainer, info: dict) -> int:
             trainer.optimizer.set_lr(step)
             loss = trainer.gradients()
             log.settle()  # the step before, while the device works on this one's gradients
-            trainer.writer.settle(block=False)
+            settle(block=False)
             whole, watched = (bool(every) and step % every == 0 for every in intervals)
             probed = trainer.probe(whole, exact="val_loss" in record) if whole or watched else None
             log.add(record, trainer.update(loss), probed)
@@ -100,12 +110,12 @@ def train(trainer: Trainer, info: dict) -> int:
         finish()
         metrics.say(f"done: step {trainer.step}, validation loss {record['val_loss']:.4f}, {out}")
         code = 0
-    except StopRequested:
+    except StopRequested as stop:
         with contextlib.suppress(RunFailed, RunWarned):
             log.settle()
         finish()
         group.print(f"stopped by a signal at step {trainer.step}; saved to {out}, go on with --init_from=resume")
-        code = EXIT_SIGTERM
+        code = stop.status
     except (RunFailed, RunWarned) as reason:
         finish()
         group.print(f"{reason}; saved to {out}")
@@ -114,7 +124,8 @@ def train(trainer: Trainer, info: dict) -> int:
         if code is None:  # of whatever ended the run, also while it was ending: scripts resume by what run.json says
             error = sys.exception()
             code = (EXIT_NONFINITE if isinstance(error, NonFiniteError) else
-                    EXIT_USER if isinstance(error, USER_ERRORS) else 1)
+                    EXIT_USER if isinstance(error, USER_ERRORS) else
+                    EXIT_SIGINT if isinstance(error, KeyboardInterrupt) else 1)  # a second Ctrl-C
         with contextlib.suppress(RuntimeError, RunFailed, RunWarned):  # what ends the run is told by its own error
             log.settle()
         try:

@@ -246,7 +246,7 @@ class Trainer:
 
     def check_stop(self):
         if self.group.any(self.stop.requested):
-            raise StopRequested
+            raise StopRequested(self.stop.status)
 
     def state(self) -> dict:
         """Everything a resume needs. No generator state: order and dropout are functions of seed and step."""

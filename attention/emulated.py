@@ -16,7 +16,7 @@ from torch import Tensor
 
 from attention.op import NOTHING, differentiable, output_like
 from attention.rounding import round_bf16, round_to, stochastic_round_bf16
-from attention.spec import AttentionSpec
+from attention.spec import SMALLEST_SHIFT, AttentionSpec
 
 LARGEST_CLAMPED_P = 1 - 2**-8  # stabilizer=clamp: the largest BF16 value below 1
 
@@ -136,7 +136,7 @@ def _new_maximum(m: Tensor, rm: Tensor, rs: Tensor | None, spec: AttentionSpec) 
     else:
         raw = torch.where(rm > 0, (spec.beta - 1) * rm, -rm)
         if spec.stabilizer == "capped":
-            raw = raw.clamp_(min=1.0)
+            raw = raw.clamp_(min=SMALLEST_SHIFT)
         shifted = rm + raw.clamp_(max=spec.shift_cap)
     if spec.stabilizer in ("paper", "capped"):
         shifted = torch.where(rs > 1, shifted, rm)

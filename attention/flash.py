@@ -23,7 +23,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from attention import kernels, tiles
 from attention.op import NOTHING, differentiable, output_like
-from attention.spec import FULL, AttentionSpec
+from attention.spec import FULL, SMALLEST_SHIFT, AttentionSpec
 
 LARGEST_HEAD = 128
 LARGEST_TILE = 128  # longer key tiles are walked in parts of this many keys
@@ -214,7 +214,7 @@ def _forward_switches(spec: AttentionSpec, D: int) -> dict:
     unit, _ = _unit(spec, D)
     shift = spec.lazy_threshold if spec.stabilizer == "lazy_max" else spec.fixed_shift
     return dict(PROBS=spec.probs, ROW_SUM=spec.row_sum, PV=spec.pv, OUTPUT=spec.output, RULE=spec.stabilizer,
-                FP32_HEADS=sum(1 << head for head in spec.output_heads), BETA=spec.beta, ONE=1 / unit,
+                FP32_HEADS=sum(1 << head for head in spec.output_heads), BETA=spec.beta, LEAST=SMALLEST_SHIFT / unit,
                 CAP=0.0 if spec.shift_cap == math.inf else spec.shift_cap / unit, SHIFT=shift / unit,
                 EPSILON=spec.epsilon / unit)
 

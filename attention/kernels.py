@@ -60,7 +60,7 @@ def mask(x, rows, first, KEYS: tl.constexpr, FILL: tl.constexpr):
 
 
 @triton.jit
-def new_maximum(m, rm, rs, RULE: tl.constexpr, BETA: tl.constexpr, CAP: tl.constexpr, ONE: tl.constexpr,
+def new_maximum(m, rm, rs, RULE: tl.constexpr, BETA: tl.constexpr, CAP: tl.constexpr, LEAST: tl.constexpr,
                 SHIFT: tl.constexpr):
     """max(m, m') of each row (paper Algorithm 3 and its variants, spec.py), everything in units of UNIT.
 
@@ -78,7 +78,7 @@ def new_maximum(m, rm, rs, RULE: tl.constexpr, BETA: tl.constexpr, CAP: tl.const
             else:
                 raw = tl.where(rm > 0, (BETA - 1) * rm, -rm)
                 if RULE == "capped":
-                    raw = tl.maximum(raw, ONE)
+                    raw = tl.maximum(raw, LEAST)
                 shifted = rm + tl.minimum(raw, CAP)
             if RULE == "unconditional":
                 shifted = tl.where(rm > 0.5 * MASKED, shifted, rm)
@@ -130,7 +130,8 @@ def forward_kernel(p_q, p_k, p_v, d_q, d_k, d_v, p_o, p_lse, p_ties, p_row_max, 
                    UNIT: tl.constexpr, LOG2: tl.constexpr, SCALE: tl.constexpr, SOFTCAP: tl.constexpr,
                    BF16: tl.constexpr, SCORES: tl.constexpr, PROBS: tl.constexpr, ROW_SUM: tl.constexpr,
                    PV: tl.constexpr, OUTPUT: tl.constexpr, FP32_HEADS: tl.constexpr, RULE: tl.constexpr,
-                   BETA: tl.constexpr, CAP: tl.constexpr, ONE: tl.constexpr, SHIFT: tl.constexpr, EPSILON: tl.constexpr,
+                   BETA: tl.constexpr, CAP: tl.constexpr, LEAST: tl.constexpr, SHIFT: tl.constexpr,
+                   EPSILON: tl.constexpr,
                    STATS: tl.constexpr, WIDE: tl.constexpr, DOTS: tl.constexpr, TMA: tl.constexpr):
     """O, L and row statistics of one block of rows (paper Algorithm 1).
 
@@ -173,7 +174,7 @@ def forward_kernel(p_q, p_k, p_v, d_q, d_k, d_v, p_o, p_lse, p_ties, p_row_max, 
                     x = scores(b_q, b_k, SCORES, SCALE, SOFTCAP, DOTS)
                     x = mask(x, rows, n, BLOCK_N, MASKED)
                     rs += count_ties(x - (rm - EPSILON)[:, None], rm, BLOCK_N)
-            m_new = new_maximum(m, rm, rs, RULE, BETA, CAP, ONE, SHIFT)
+            m_new = new_maximum(m, rm, rs, RULE, BETA, CAP, LEAST, SHIFT)
             pv = tl.zeros((BLOCK_M, DP), tl.float32)
             row_sum = tl.zeros((BLOCK_M,), tl.float32)
             for n in range(tile, stop, BLOCK_N):
@@ -203,7 +204,7 @@ def forward_kernel(p_q, p_k, p_v, d_q, d_k, d_v, p_o, p_lse, p_ties, p_row_max, 
             floor = rm - EPSILON  # P by way of it: ties are then sign bits of a difference that is there anyway
             above = x - floor[:, None]
             rs = count_ties(above, rm, BLOCK_N) if COUNT else None
-            m_new = new_maximum(m, rm, rs, RULE, BETA, CAP, ONE, SHIFT)
+            m_new = new_maximum(m, rm, rs, RULE, BETA, CAP, LEAST, SHIFT)
             b_p = probabilities(above * LOG2 + ((floor - m_new) * LOG2)[:, None], RULE)
             a = tl.exp2((m - m_new) * LOG2)
             l = l * a + tl.sum(b_p, 1)

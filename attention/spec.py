@@ -42,6 +42,13 @@ CHOICES = {
 
 FULL = 0  # tile_k: one tile of the whole sequence, no tiling
 
+# A shift c that many rows share makes their P exp(-c), once for all. Two things must hold, or it biases them all: BF16
+# holds exp(-c), since it would else be rounded the same way in every row, and not in l; and exp(-c) is no power of two,
+# which would only move the exponents of P V and leave its roundings, the paper's bias, as they are with P = 1. So the
+# shifts of about 1 and 12 are those of the BF16 numbers next to exp(-1) and exp(-12).
+SMALLEST_SHIFT = -math.log(47 * 2**-7)  # stabilizer=capped: of a row whose maximum is nearer to 0 than this
+SHIFT_CAP = -math.log(103 * 2**-24)
+
 _FLASH_BF16 = dict(operands="bf16", scores="bf16", probs="bf16", row_sum="fp32", pv="bf16", output="bf16",
                    delta="do_o", stabilizer="none", tile_k=128)
 PRESETS = {
@@ -81,10 +88,9 @@ class AttentionSpec:
     stabilizer: str | None = None
     beta: float = 2.0  # paper Algorithm 3: m' = beta * rowmax where a positive maximum repeats
     epsilon: float = 1e-3  # S >= rowmax - epsilon, in FP32, counts as equal to the row maximum
-    # Bounds |m' - rowmax|; inf is the paper's rule to the letter, which can underflow to 0/0. exp(-cap) is a power of
-    # two: BF16 would else round it the same way in every row that meets the cap (exp(-12) down by 8e-4), and not in l.
-    shift_cap: float = 17 * math.log(2)
-    fixed_shift: float = 1.0  # stabilizer=fixed: m' = rowmax + fixed_shift (Appendix C's negative control)
+    shift_cap: float = SHIFT_CAP  # bounds |m' - rowmax|; inf is the paper's rule to the letter, which can underflow
+    # stabilizer=fixed: m' = rowmax + fixed_shift, Appendix C's negative control: BF16 rounds exp(-1) down in every row.
+    fixed_shift: float = 1.0
     lazy_threshold: float = 8 * math.log(2)  # stabilizer=lazy_max: keep the old maximum until it grows by this
     softcap: float = 0.0
     tile_q: int = 128

@@ -5,6 +5,7 @@ from pathlib import Path
 from torch import Tensor
 
 from diagnostics.coherence import rank_one
+from diagnostics.lines import label_ends, whole_ticks
 from diagnostics.precision import both
 from diagnostics.scene import Scene
 
@@ -24,6 +25,7 @@ def draw(scene: Scene, found: dict, folder: Path) -> list[Path]:
                          (12, _figure12), (13, _figure13)):
         figure = make(plt, scene, found)
         figure.suptitle(f"{found['name']}: layer {found['layer']}, head {found['head']}", fontsize=9)
+        whole_ticks(figure)
         paths.append(folder / f"figure{number}.png")
         figure.savefig(paths[-1], dpi=130)
         plt.close(figure)
@@ -125,16 +127,16 @@ def _figure11(plt, scene, found):
         for layer in range(len(values[0])):
             worst = layer == found["layer"]
             style = dict(color="black" if worst else GREY, linewidth=1.8 if worst else 0.9, zorder=3 if worst else 2,
-                         linestyle="-" if worst else LINES[layer % len(LINES)],
-                         label=f"layer {layer}" if worst or len(values[0]) <= len(LINES) + 1 else
-                         "others" if layer == (found["layer"] == 0) else None)
+                         linestyle="-" if worst else LINES[layer % len(LINES)])
             if logged[kind][layer][0]:
                 axis.plot(*logged[kind][layer], **style)
                 axis.plot(eleven["steps"], [v[layer] for v in values], ".", color=style["color"])
             else:
                 axis.plot(eleven["steps"], [v[layer] for v in values], marker=".", **style)
-        axis.set(xlabel="optimizer step", ylabel=f"spectral norm, {kind}")
-    grid.flat[0].legend(fontsize=7)
+        axis.set(xlabel="optimizer step; numbers: layers", ylabel=f"spectral norm, {kind}")
+        label_ends(axis, {str(layer): max((steps[-1], norms[-1]) for steps, norms in (
+            (eleven["steps"], [v[layer] for v in values]), logged[kind][layer]) if steps)
+            for layer in range(len(values[0]))})
     return figure
 
 

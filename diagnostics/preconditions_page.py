@@ -4,6 +4,7 @@ from pathlib import Path
 
 import torch
 
+from diagnostics.lines import whole_ticks
 from diagnostics.preconditions import ALIKE
 
 
@@ -16,6 +17,7 @@ def draw(found: dict, shown: dict, out: Path) -> None:
 
     for name, make in (("figure8", _figure8), ("figure9", _figure9)):
         figure = make(plt, found, shown)
+        whole_ticks(figure)
         figure.savefig(out / f"{name}.png", dpi=130)
         plt.close(figure)
 
@@ -50,8 +52,7 @@ def _figure9(plt, found, shown):
                         interpolation="nearest")
     figure.colorbar(image, ax=axis, label="share of rows with several P = 1")
     axis.set(xlabel="query head", ylabel="layer")
-    for side in (axis.xaxis, axis.yaxis):
-        side.get_major_locator().set_params(integer=True)
+    axis.yaxis.get_major_locator().set_params(integer=True)
     for n, (layer, head, query, maxima, row) in enumerate(examples):
         axis = figure.add_subplot(grid[n % 2, 1 + n // 2])
         axis.vlines(range(len(row)), 0, row, color="black", linewidth=0.8)

@@ -1,6 +1,7 @@
 """Runs several arms of one experiment side by side: train.py as subprocesses, over the GPUs that are there."""
 
 import contextlib
+import json
 import math
 import os
 import signal
@@ -12,13 +13,15 @@ from pathlib import Path
 
 from attention import layer_specs
 from checkpoint import checkpoints
-from config import Config, ConfigError, load
+from config import Config, ConfigError, as_dict, load
 from data.loader import open_tokens
 from data.meta import corpus_folder
-from metrics import read_run
+from metrics import read_run, to_json
 
+FURTHER = "Every other --key=value goes to train.py, whose keys python train.py --help lists."  # of a script's --help
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = (0, 3, 4)  # train.py's exit statuses that are an outcome: finished, non-finite, failed by the rule
+MAY_CHANGE = ("out_dir", "init_from", "max_iters", "replay")  # between the sessions of an arm
 
 
 def last_step(run: Path) -> int | None:
@@ -39,6 +42,9 @@ def check_arm(name: str, argv: list[str]) -> Config:
     with contextlib.chdir(ROOT):
         try:
             config = load(argv)
+            if config.monitor == "stop":
+                raise ConfigError("monitor=stop ends a run before it is known whether it fails, so it has no outcome; "
+                                  "use --monitor=warn, which logs the same warnings")
             layer_specs(config.n_layer, config.n_head, config.attention, config.switches, config.attention_override,
                         config.output_heads)
             for split in ("train", "val"):
@@ -46,6 +52,22 @@ def check_arm(name: str, argv: list[str]) -> Config:
         except ValueError as error:
             raise ConfigError(f"arm {name}: {error}") from None
     return config
+
+
+def check_begun(run: Path, argv: list[str]) -> None:
+    """Whether an arm that has begun in `run` is the one that argv means now. Errors: ConfigError, with both values."""
+    if not (begun := read_run(run)):
+        return
+    with contextlib.chdir(ROOT):
+        config = load(argv)
+    if (last_step(run) or 0) > config.max_iters:
+        raise ConfigError(f"{run} is at step {last_step(run)}, past --steps={config.max_iters}; give at least that, or "
+                          "another --out")
+    now, then = json.loads(to_json(as_dict(config))), begun.get("config", {})
+    for name in sorted((now.keys() & then.keys()) - set(MAY_CHANGE)):
+        if now[name] != then[name]:
+            raise ConfigError(f"{run} was begun with {name}={then[name]!r}, and this command says {now[name]!r}; give "
+                              "the same, or another --out")
 
 
 def run_arms(arms: dict[str, list[str] | Callable[[], list[str] | None]], folder: Path, parallel: int, gpus: int,
@@ -58,7 +80,13 @@ def run_arms(arms: dict[str, list[str] | Callable[[], list[str] | None]], folder
     What an arm prints goes to folder/NAME.log. After `limit_s` seconds no arm is started, and those that run save and
     end, for a later call to go on with; so they do at Ctrl-C and SIGTERM, which raise KeyboardInterrupt. Returns exit
     statuses by name; an arm that fails does not stop the others, since a failure may be the result.
+
+    Errors: ConfigError for an arm that has begun with other flags; before any is started where its flags are known by
+    then, else as at Ctrl-C.
     """
+    for name, argv in arms.items():
+        if (known := argv() if callable(argv) else argv) is not None:
+            check_begun(folder / name, known)
     folder = folder.absolute()  # train.py runs elsewhere
     visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(gpus)))
     waiting, running, codes, started = dict(arms), {}, {}, time.monotonic()
@@ -67,6 +95,8 @@ def run_arms(arms: dict[str, list[str] | Callable[[], list[str] | None]], folder
         while time.monotonic() - started <= limit_s:
             while len(running) < parallel and (found := _next(waiting)):
                 name, argv = found
+                if callable(arms[name]):  # known only now
+                    check_begun(folder / name, argv)
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
                 codes[name] = outcome(folder / name, steps)
                 if codes[name] in RESULTS:

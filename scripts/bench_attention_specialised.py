@@ -64,7 +64,7 @@ def load_vector(p, start, ROWS: tl.constexpr):
 @triton.jit
 def step(acc, m, l, b_q, d_k, d_v, row, k_col, v_col, rows, n, BLOCK_N: tl.constexpr, LOG2: tl.constexpr,
          SCALE: tl.constexpr, SOFTCAP: tl.constexpr, SCORES: tl.constexpr, PROBS: tl.constexpr, PV: tl.constexpr,
-         RULE: tl.constexpr, BETA: tl.constexpr, CAP: tl.constexpr, ONE: tl.constexpr, SHIFT: tl.constexpr,
+         RULE: tl.constexpr, BETA: tl.constexpr, CAP: tl.constexpr, LEAST: tl.constexpr, SHIFT: tl.constexpr,
          EPSILON: tl.constexpr, DOTS: tl.constexpr, MASK: tl.constexpr):
     """As the loop of kernels.forward_kernel, one tile."""
     x = scores(b_q, d_k.load([row + n, k_col]), SCORES, SCALE, SOFTCAP, DOTS)
@@ -74,7 +74,7 @@ def step(acc, m, l, b_q, d_k, d_v, row, k_col, v_col, rows, n, BLOCK_N: tl.const
     floor = rm - EPSILON
     above = x - floor[:, None]
     rs = count_ties(above, rm, BLOCK_N) if RULE == "capped" else None
-    m_new = new_maximum(m, rm, rs, RULE, BETA, CAP, ONE, SHIFT)
+    m_new = new_maximum(m, rm, rs, RULE, BETA, CAP, LEAST, SHIFT)
     b_p = probabilities(above * LOG2 + ((floor - m_new) * LOG2)[:, None], RULE)
     a = tl.exp2((m - m_new) * LOG2)
     l = l * a + tl.sum(b_p, 1)
@@ -91,7 +91,7 @@ def forward_kernel(p_q, d_k, d_v, p_o, p_lse, sqb, sqh, sqt, skh, svh, sob, soh,
                    D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, UNIT: tl.constexpr,
                    LOG2: tl.constexpr, SCALE: tl.constexpr, SOFTCAP: tl.constexpr, SCORES: tl.constexpr,
                    PROBS: tl.constexpr, PV: tl.constexpr, RULE: tl.constexpr, BETA: tl.constexpr, CAP: tl.constexpr,
-                   ONE: tl.constexpr, SHIFT: tl.constexpr, EPSILON: tl.constexpr, DOTS: tl.constexpr,
+                   LEAST: tl.constexpr, SHIFT: tl.constexpr, EPSILON: tl.constexpr, DOTS: tl.constexpr,
                    LOOPS: tl.constexpr):
     """O and L. LOOPS: 1 masks every tile; 2 walks the tiles below the diagonal without a mask first."""
     blocks = tl.cdiv(T, BLOCK_M)
@@ -109,10 +109,10 @@ def forward_kernel(p_q, d_k, d_v, p_o, p_lse, sqb, sqh, sqt, skh, svh, sob, soh,
     if LOOPS == 2:
         for n in tl.range(0, below, BLOCK_N, warp_specialize=True):
             acc, m, l = step(acc, m, l, b_q, d_k, d_v, row, h * skh, h * svh, rows, n, BLOCK_N, LOG2, SCALE, SOFTCAP,
-                             SCORES, PROBS, PV, RULE, BETA, CAP, ONE, SHIFT, EPSILON, DOTS, False)
+                             SCORES, PROBS, PV, RULE, BETA, CAP, LEAST, SHIFT, EPSILON, DOTS, False)
     for n in tl.range(below, start + BLOCK_M, BLOCK_N, warp_specialize=True):
         acc, m, l = step(acc, m, l, b_q, d_k, d_v, row, h * skh, h * svh, rows, n, BLOCK_N, LOG2, SCALE, SOFTCAP,
-                         SCORES, PROBS, PV, RULE, BETA, CAP, ONE, SHIFT, EPSILON, DOTS, True)
+                         SCORES, PROBS, PV, RULE, BETA, CAP, LEAST, SHIFT, EPSILON, DOTS, True)
     tl.store(p_lse + tl.cast(head, tl.int64) * T + rows, m * UNIT + tl.log(l))
     o = round_bf16(divide_rows(acc.to(tl.float32), l))
     store_rows(p_o + b * sob + tl.cast(h, tl.int64) * soh, o, start, sot, T, BLOCK_M, D, D)

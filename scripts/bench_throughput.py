@@ -3,23 +3,15 @@
     python scripts/bench_throughput.py configs/gpt2_small_flash_bf16.toml --gradient_accumulation_steps=4
     torchrun --standalone --nproc_per_node=2 scripts/bench_throughput.py configs/gpt2_small_flash_bf16.toml
 
-Takes a config and flags as train.py does, and besides
-
-    --arms=A,B,...   ATTENTION[+KEY=VALUE...], e.g. flash_bf16+loss_chunk=4096; the plain nanoGPT recipe is always first
-    --rounds=5 --steps=4   every arm makes `steps` steps in each round; medians over the rounds are reported
-    --seconds=100    begins no arm and no round that by those before would end later, and reports what it has by then
-    --profile        device time by kind of kernel, and the longest kernels
-    --fit=80,24      instead: the largest micro-batch, among those that divide a step, that trains in so many GiB
-    --out=FILE       adds rows to this JSON file as soon as they are known (rows of the same arm, GPUs and size
-                     are replaced)
-
-Most of the time is compilation, once an arm: --arms=flash_bf16 --rounds=2 is a cheap measurement.
+Takes a config and flags as train.py does, and those below besides. Most of the time is compilation, once an arm:
+--arms=flash_bf16 --rounds=2 is a cheap measurement.
 
 Data are random tokens with the frequencies of a text, unless --dataset names a corpus. A step is train.py's: batches
 read, gradients, clipping, update, and the numbers of the step before read back; no evaluation, log or checkpoint
 (scripts/bench_train.py times those).
 """
 
+import argparse
 import contextlib
 import gc
 import hashlib
@@ -43,7 +35,8 @@ from config import ConfigError, load
 from determinism import set_determinism
 from plan import prepare
 from runinfo import describe_run
-from stop import EXIT_SIGTERM, StopRequested, StopSignal
+from scripts.arms import FURTHER
+from stop import StopRequested, StopSignal
 from trainer import Trainer
 
 PLAIN = "sdpa+loss_chunk=0+deterministic=False"  # what nanoGPT runs: torch's attention, all logits, fastest algorithms
@@ -338,22 +331,29 @@ def save(path: Path, argv: list[str], rows: list[dict]) -> None:
 
 
 def main(argv: list[str]) -> int:
-    """Exit status: 0, or EXIT_SIGTERM after a signal. Errors: ValueError."""
+    """Exit status: 0, or 128 + the signal that ended it. Errors: ValueError."""
     start = time.perf_counter()
-    options = {"arms": ARMS, "rounds": "5", "steps": "4", "seconds": "inf", "profile": "False", "fit": "", "out": ""}
-    rest = []
-    for arg in argv:
-        name, equals, value = arg.removeprefix("--").partition("=")
-        if arg.startswith("--") and name in options:
-            options[name] = value if equals else "True"
-        else:
-            rest.append(arg)
-    rounds, steps, seconds = int(options["rounds"]), int(options["steps"]), float(options["seconds"])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+                                     usage="%(prog)s [CONFIG.toml] [--key=value ...]", epilog=FURTHER,
+                                     allow_abbrev=False)
+    parser.add_argument("--arms", default=ARMS, metavar="A,B,...", help="ATTENTION[+KEY=VALUE...], e.g. "
+                        f"flash_bf16+loss_chunk=4096; the plain nanoGPT recipe is always first; default: {ARMS}")
+    parser.add_argument("--rounds", type=int, default=5, help="medians over so many are reported; default 5")
+    parser.add_argument("--steps", type=int, default=4, help="that every arm makes in each round; default 4")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="begin no arm and no round that would end "
+                        "later than this, and report what is known by then")
+    parser.add_argument("--profile", action="store_true", help="device time by kind of kernel, longest kernels")
+    parser.add_argument("--fit", metavar="80,24", help="instead: the largest micro-batch, among those that divide a "
+                        "step, that trains in so many GiB")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="add rows to this JSON file once they are known; "
+                        "rows of the same arm, GPUs and size are replaced")
+    options, rest = parser.parse_known_args(argv)
+    rounds, steps, seconds = options.rounds, options.steps, options.seconds
     if rounds < 1 or steps < 1 or math.isnan(seconds):
         raise ConfigError(f"--rounds={rounds} --steps={steps} --seconds={seconds}: give at least one round and step, "
                           "and a number of seconds")
-    names = [PLAIN, *(name for name in options["arms"].split(",") if name and name != PLAIN)]
-    out, rows = Path(options["out"]) if options["out"] else None, []
+    names = [PLAIN, *(name for name in options.arms.split(",") if name and name != PLAIN)]
+    chosen, out, rows = rest[0] if rest and rest[0].endswith(".toml") else "", options.out, []
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         if not any(arg.startswith("--dataset=") for arg in rest):
             rest.append(f"--dataset={write_corpus(Path(folder) / 'zipf')}")
@@ -369,16 +369,16 @@ def main(argv: list[str]) -> int:
             load(flags_of(name, rest))
 
         def keep(found: list[dict]):
-            rows[:] = [{"config": argv[0] if argv and argv[0].endswith(".toml") else ""} | row for row in found]
+            rows[:] = [{"config": chosen} | row for row in found]
             if out and group.is_main:
                 save(out, argv, rows)
 
         code = 0
         try:
-            if options["fit"]:
+            if options.fit:
                 if group.device.type != "cuda" or group.world_size > 1:
                     raise ConfigError("--fit measures the memory of one GPU; run it without torchrun, on a GPU")
-                limits, found = [float(x) for x in options["fit"].split(",")], []
+                limits, found = [float(x) for x in options.fit.split(",")], []
                 for name in names:
                     if found and not schedule.fits("fit"):
                         group.print(f"{schedule.now():7.1f} s: no time for {', '.join(names[names.index(name):])}")
@@ -387,12 +387,12 @@ def main(argv: list[str]) -> int:
                         found += fit(name, rest, group, stop, limits)
                     keep(found)
             else:
-                for found in measure(names, rest, group, stop, schedule, rounds, steps, options["profile"] == "True"):
+                for found in measure(names, rest, group, stop, schedule, rounds, steps, options.profile):
                     keep(found)
-        except StopRequested:
-            code = EXIT_SIGTERM
+        except StopRequested as stopped:
+            code = stopped.status
         if group.is_main:
-            if rows and not options["fit"]:
+            if rows and not options.fit:
                 report(rows, json.loads(out.read_text())["rows"] if out else rows)
             if code:
                 print(f"bench_throughput.py: stopped by a signal after {schedule.now():.1f} s, with {len(rows)} rows "

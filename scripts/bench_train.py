@@ -2,13 +2,14 @@
 
     python scripts/bench_train.py configs/gpt2_small_flash_bf16.toml --dataset=data/mini --steps=30
 
-Takes a config and flags as train.py does, and --steps and --json besides. Parts outside the model (reading
+Takes a config and flags as train.py does, and those below besides. Parts outside the model (reading
 batches, recording and replaying the order, logging, probes, checkpoints) are timed alone, one after the other, so their
 share is an upper bound: in training, reading overlaps the device's work. Writes to a temporary folder.
 probe_ms is one of --probe_interval, by default every 100 steps, exact_probe_ms one at an evaluation, monitor_ms one of
 the monitor alone.
 """
 
+import argparse
 import contextlib
 import dataclasses
 import json
@@ -24,13 +25,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 
 import distributed
-from config import as_dict, load
+from config import ConfigError, as_dict, load
 from determinism import set_determinism
 from metrics import Metrics
 from plan import prepare
 from replay.order import OrderFile, Recorder
 from runinfo import describe_run, print_header
-from stop import EXIT_SIGTERM, StopRequested, StopSignal
+from scripts.arms import FURTHER
+from stop import StopRequested, StopSignal
 from trainer import Trainer
 
 
@@ -102,25 +104,25 @@ def measure(argv: list[str], steps: int) -> dict:
 
 
 def main(argv: list[str]) -> int:
-    """Exit status: 0, or EXIT_SIGTERM after a signal. Errors: ValueError."""
-    options = {"steps": "30", "json": ""}
-    rest = []
-    for arg in argv:
-        name, _, value = arg.removeprefix("--").partition("=")
-        if arg.startswith("--") and name in options:
-            options[name] = value
-        else:
-            rest.append(arg)
+    """Exit status: 0, or 128 + the signal that ended it. Errors: ValueError."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+                                     usage="%(prog)s [CONFIG.toml] [--key=value ...]", epilog=FURTHER,
+                                     allow_abbrev=False)
+    parser.add_argument("--steps", type=int, default=30, help="timed steps; default 30")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write what is printed")
+    options, rest = parser.parse_known_args(argv)
+    if options.steps < 1:
+        raise ConfigError(f"--steps={options.steps} must be at least 1")
     try:
-        result = measure(rest, int(options["steps"]))
-    except StopRequested:
+        result = measure(rest, options.steps)
+    except StopRequested as stop:
         if os.environ.get("RANK", "0") == "0":
             print("bench_train.py: stopped by a signal before all was measured; nothing is written", file=sys.stderr)
-        return EXIT_SIGTERM
+        return stop.status
     for name, value in result.items():
         print(f"{name:>20}: {value:.4g}" if isinstance(value, float) else f"{name:>20}: {value}")
-    if options["json"]:
-        Path(options["json"]).write_text(json.dumps(result, indent=1) + "\n")
+    if options.json:
+        options.json.write_text(json.dumps(result, indent=1) + "\n")
     return 0
 
 

@@ -24,6 +24,7 @@ import checkpoint
 from config import load
 from metrics import MetricsError, read_metrics, read_run, to_json
 from replay.order import OrderFile
+from scripts.arms import FURTHER
 from scripts.bench_throughput import write_corpus
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -80,6 +81,7 @@ def compare_replay(recorded: Path, replayed: Path, steps: int) -> tuple[bool, fl
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+                                     epilog=FURTHER,
                                      allow_abbrev=False)  # --replay is train.py's, not short for --replay_steps
     parser.add_argument("config", help="a config file of train.py")
     parser.add_argument("--steps", type=int, default=300, help="optimizer steps a run")

@@ -14,6 +14,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that the script runs from anywhere
 
+from diagnostics.lines import label_ends, whole_ticks
 from failure import failure_of
 from metrics import MetricsError, to_json
 from replay.order import OrderError
@@ -129,13 +130,14 @@ def plot(runs: Sequence[Run], result: dict, path: str | Path) -> None:
     grid[-1].set_xlabel("optimizer step")
     if result["label"]:
         figure.suptitle(result["label"], fontsize=10)
+    whole_ticks(figure)
     figure.savefig(path, dpi=130)
     plt.close(figure)
 
 
 def plot_layers(runs: Sequence[Run], path: str | Path) -> None:
-    """Draws one column a run: loss, then W_Q norm and tied rows of each layer, in its worst head. Errors: CompareError
-    where no run was probed."""
+    """Draws one column a run: loss, then W_Q norm and tied rows of each layer, in its worst head, its number where the
+    line ends. Errors: CompareError where no run was probed."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -157,12 +159,15 @@ def plot_layers(runs: Sequence[Run], path: str | Path) -> None:
                 worst = [max(value) if isinstance(value, list) else value for value in values]
                 axis.plot(steps, worst, color=f"C{layer}", linestyle=STYLES[layer % len(STYLES)], linewidth=1.2,
                           label=f"layer {layer}")
-        grid[-1][column].set_xlabel("optimizer step")
+        grid[-1][column].set_xlabel("optimizer step; numbers: layers")
     for axis, name in zip(grid[:, 0], ["training loss\n(nats/token)", *(title for _, title in panels)], strict=True):
         axis.set_ylabel(name, fontsize=8)
     for axis in grid.flat:
         axis.grid(alpha=0.3)
-    grid[1][0].legend(fontsize=7)
+    for axis in grid[1:].flat:  # now that a row's limits are those of all its columns
+        label_ends(axis, {line.get_label().removeprefix("layer "): (line.get_xdata()[-1], line.get_ydata()[-1])
+                          for line in axis.lines})
+    whole_ticks(figure)
     figure.savefig(path, dpi=130)
     plt.close(figure)
 

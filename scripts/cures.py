@@ -7,11 +7,13 @@ roundings, and remedies from elsewhere. Compare the medians with flash_fp32's. H
 Writes cures.json and cures.png into --out.
 """
 
+import math
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from attention.spec import SMALLEST_SHIFT
 from scripts.outcomes import FAILS, STABLE, Arm
 from scripts.rates import main
 
@@ -27,8 +29,13 @@ ARMS = {
     **{f"stabilizer_{rule}": Arm(("--attention=stabilized", f"--stabilizer={rule}")) for rule in RULES},
     **{f"beta_{beta:g}": Arm(("--attention=stabilized", f"--beta={beta:g}")) for beta in BETAS},
     **{f"epsilon_{epsilon:g}": Arm(("--attention=stabilized", f"--epsilon={epsilon:g}")) for epsilon in EPSILONS},
-    # BF16 rounds exp(-12) down by 8e-4, always; of the default cap, 17 ln 2, it holds exp(-cap) exactly
+    # Shifts that many rows share, P < 1 in each (attention/spec.py). BF16 holds the P of fixed_exact and of the default
+    # cap, 12.0008; it rounds that of stabilizer_fixed and of shift_cap_12 down in every row; that of the last two is a
+    # power of two, which leaves the roundings of P V as they are with P = 1.
+    "fixed_exact": Arm(("--attention=stabilized", "--stabilizer=fixed", f"--fixed_shift={SMALLEST_SHIFT!r}")),
     "shift_cap_12": Arm(("--attention=stabilized", "--shift_cap=12")),
+    "fixed_ln_2": Arm(("--attention=stabilized", "--stabilizer=fixed", f"--fixed_shift={math.log(2)!r}")),
+    "shift_cap_17_ln_2": Arm(("--attention=stabilized", f"--shift_cap={17 * math.log(2)!r}")),
     "output_fp32": Arm(("--output=fp32", "--pv=fp32"), STABLE, "3.2"),
     "output_stochastic": Arm(("--output=stochastic",)),
     "pv_fp32": Arm(("--pv=fp32",), STABLE, "3.3.2"),

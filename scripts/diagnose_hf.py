@@ -52,6 +52,10 @@ def load_model(name: str, tokenizer: str | None, dtype: torch.dtype, device: str
     except Exception as error:
         raise ConfigError(f"{tokenizer or name} has no tokenizer that can be loaded ({_first(error)}); name one with "
                           "--tokenizer") from None
+    if not coder.get_vocab().keys() - set(coder.all_special_tokens):  # transformers 5 makes an empty one of no files
+        files = ", ".join(sorted({"tokenizer.json", *coder.vocab_files_names.values()}))
+        raise ConfigError(f"{tokenizer or name} has no tokenizer (none of {files}); name one that has it with "
+                          "--tokenizer")
     transformers.AttentionInterface.register("recorded", _attention)
     try:
         model = transformers.AutoModelForCausalLM.from_pretrained(name, dtype=dtype, attn_implementation="recorded")

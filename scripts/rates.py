@@ -23,16 +23,17 @@ import torch
 
 from failure import failure_of
 from metrics import MetricsError, to_json
-from scripts.arms import RESULTS, check_arm, last_step, outcome, run_arms
+from scripts.arms import FURTHER, RESULTS, check_arm, outcome, run_arms
 from scripts.collect import collect
 from scripts.outcomes import FAILS, FIRST, Arm, draw, finished, load, propose, tabulate
 from scripts.runs import Run, load_run
-from stop import EXIT_SIGTERM
+from stop import EXIT_SIGINT, EXITS_STOPPED
 
 
 def parser(description: str, out: str, arms: Iterable[str]) -> argparse.ArgumentParser:
     """The flags that every experiment has; `arms` are the names to choose from, all by default."""
     found = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter,
+                                    epilog=FURTHER,
                                     allow_abbrev=False)  # --batch_size is train.py's, not short for --batch_sizes
     found.add_argument("--config", default="configs/mini_flash_bf16.toml", help="the failing run")
     found.add_argument("--dataset", default="mini", help="folder with train.bin and val.bin")
@@ -54,10 +55,10 @@ def parser(description: str, out: str, arms: Iterable[str]) -> argparse.Argument
 
 def run_experiment(arms: dict[str, Arm], args: argparse.Namespace, extra: list[str]) -> dict:
     """Runs `arms` over `args.seeds` and returns `tabulate`'s table with "errors", also as it stands when interrupted:
-    log files of arms that have no outcome because train.py ended with an error.
+    log files of arms that have no outcome because train.py ended with an error; and whether it was "interrupted".
 
     The first runs of all seeds start first; arms whose flags name a layer wait for their seed's. Errors, before
-    anything is started: ValueError for flags that cannot run, and for runs in `args.out` that are past `args.steps`.
+    anything is started: ValueError for flags that cannot run; and as `run_arms`.
     """
     gpus, deadline = torch.cuda.device_count(), time.monotonic() + 60 * args.minutes
     waits = {name for name, arm in arms.items() if any("{" in flag for flag in arm.flags)}
@@ -73,20 +74,21 @@ def run_experiment(arms: dict[str, Arm], args: argparse.Namespace, extra: list[s
         first = args.out / folders[FIRST, seed]
         return argv(name, seed, propose(load_run(first))) if outcome(first, args.steps) in RESULTS else None
 
-    _check(args, {name: argv(name, args.seeds[0], {"layer": 0, "head": 0, "heads": [0]}) for name in arms},
-           bool(waits), folders.values())
+    _check(args, {name: argv(name, args.seeds[0], {"layer": 0, "head": 0, "heads": [0]}) for name in arms}, bool(waits))
     commands = {folders[name, seed]: functools.partial(late, name, seed) if name in waits else argv(name, seed, {})
                 for name, seed in sorted(folders, key=lambda key: key[0] != FIRST)}
     codes: dict[str, int | None] = {}
+    interrupted = False
     try:
         codes = run_arms(commands, args.out, args.parallel, gpus, limit_s=deadline - time.monotonic(),
                          steps=args.steps)
     except KeyboardInterrupt:
+        interrupted = True
         print("interrupted; the same command goes on", file=sys.stderr)
     runs = {key: run for key, folder in folders.items() if (args.out / folder / "metrics.jsonl").exists()
             and (run := load(args.out / folder, args.steps))}
-    return tabulate(arms, args.seeds, runs, args.steps) | {"errors": [
-        f"{args.out / name}.log" for name, code in codes.items() if code not in (*RESULTS, None, EXIT_SIGTERM)]}
+    return tabulate(arms, args.seeds, runs, args.steps) | {"interrupted": interrupted, "errors": [
+        f"{args.out / name}.log" for name, code in codes.items() if code not in (*RESULTS, None, *EXITS_STOPPED)]}
 
 
 def collect_experiment(arms: dict[str, Arm], args: argparse.Namespace, extra: list[str]) -> dict:
@@ -130,7 +132,7 @@ def _choose(several: list[tuple[Path, Run]], steps: int) -> tuple[Path, Run]:
     return next(iter(done.items())) if done else max(several, key=lambda one: one[1].steps)
 
 
-def _check(args: argparse.Namespace, arms: dict[str, list[str]], proposes: bool, folders: Iterable[str]) -> None:
+def _check(args: argparse.Namespace, arms: dict[str, list[str]], proposes: bool) -> None:
     """Errors: ValueError for what a user can change, before anything is started."""
     for name in ("steps", "parallel", "minutes"):
         if not getattr(args, name) > 0:
@@ -140,10 +142,6 @@ def _check(args: argparse.Namespace, arms: dict[str, list[str]], proposes: bool,
         if proposes and name == FIRST and not config.probe_interval and config.monitor == "off":
             raise ValueError("arms that name a layer take it from probes of the first run, and probe_interval=0; add "
                              "--probe_interval=100")
-    for folder in (args.out / name for name in folders):
-        if (last_step(folder) or 0) > args.steps:
-            raise ValueError(f"{folder} is at step {last_step(folder)}, past --steps={args.steps}; give at least that, "
-                             "or another --out")
 
 
 def write(found: dict, path: Path) -> None:
@@ -164,8 +162,8 @@ def write(found: dict, path: Path) -> None:
 
 def make(arms: dict[str, Arm], args: argparse.Namespace, extra: list[str], path: Path, figure=draw) -> int:
     """Runs the experiment, or collects it, and writes its table to `path`, with the flags that make it again, and its
-    figure beside it. Returns the exit status: 1 where arms ended with an error, 2, and a sentence, where nothing could
-    be done."""
+    figure beside it. Returns the exit status: 130 where it was interrupted, 1 where arms ended with an error, 2, and a
+    sentence, where nothing could be done."""
     script = Path(sys.argv[0]).name
     if FIRST not in arms and any("{" in flag for arm in arms.values() for flag in arm.flags):
         arms = {FIRST: Arm((), FAILS, "3.1")} | arms
@@ -173,6 +171,7 @@ def make(arms: dict[str, Arm], args: argparse.Namespace, extra: list[str], path:
     found = {"flags": {name: getattr(args, name) for name in flags if hasattr(args, name)}}
     try:
         found |= (run_experiment if args.collect is None else collect_experiment)(arms, args, extra)
+        interrupted = found.pop("interrupted", False)  # of this call, not of its table
         write(found, path)
         figure(found, path.with_suffix(".png"))
     except (ValueError, MetricsError, OSError) as error:
@@ -181,7 +180,7 @@ def make(arms: dict[str, Arm], args: argparse.Namespace, extra: list[str], path:
     if found["errors"]:
         print(f"{script}: {len(found['errors'])} arm(s) ended with an error, see {found['errors'][0]}; the same "
               "command goes on", file=sys.stderr)
-    return 1 if found["errors"] else 0
+    return EXIT_SIGINT if interrupted else 1 if found["errors"] else 0
 
 
 def main(description: str, arms: dict[str, Arm], out: str, file: str, argv: list[str] | None = None) -> int:

@@ -3,8 +3,8 @@
     python scripts/reproduce_mini.py --dataset data/mini [--out runs/mini] [--steps 10000] [--parallel 2]
 
 flash_bf16 trains until it fails and records its order; the other arms replay it side by side. Writes figure.png,
-layers.png and comparison.json into --out. An arm is NAME or NAME:SWITCH=VALUE[:SWITCH=VALUE], e.g.
-flash_bf16:delta=dp_p.
+layers.png and comparison.json into --out. Interrupted or killed, the same command goes on. An arm is NAME or
+NAME:SWITCH=VALUE[:SWITCH=VALUE], e.g. flash_bf16:delta=dp_p.
 A small model on a small corpus: it is not the paper's run, and what fails here need not fail there. Not every seed
 fails; results/mini says what has been seen.
 """
@@ -18,9 +18,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 
 from config import ConfigError
+from metrics import MetricsError
 from replay.order import OrderFile
 from scripts import compare
-from scripts.arms import RESULTS, check_arm, run_arms
+from scripts.arms import FURTHER, RESULTS, check_arm, check_begun, run_arms
+from stop import EXIT_SIGINT
 
 RECORDED = "flash_bf16"
 ARMS = ("flash_bf16:delta=dp_p", "standard", "flash_fa2", "flash_fp32", "stabilized")
@@ -35,17 +37,15 @@ def argv_of(arm: str, common: list[str]) -> tuple[str, list[str]]:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+                                     epilog=FURTHER,
                                      allow_abbrev=False)  # --seed and the like may be meant for train.py
-    parser.add_argument("--dataset", default="mini", help="folder with train.bin and val.bin of GPT-2 tokens")
-    parser.add_argument("--out", type=Path, default=Path("runs/mini"), help="a folder that does not exist yet")
+    parser.add_argument("--dataset", default="mini", help="folder with train.bin and val.bin")
+    parser.add_argument("--out", type=Path, default=Path("runs/mini"), help="folder of the runs, and of what is found")
     parser.add_argument("--steps", type=int, default=10000, help="optimizer steps an arm")
     parser.add_argument("--seed", type=int, default=1, help="of weights and order")
     parser.add_argument("--arms", nargs="*", default=ARMS, metavar="ARM", help=f"default: {' '.join(ARMS)}")
     parser.add_argument("--parallel", type=int, default=2, help="arms at a time; on one GPU more than 2 gain little")
     args, extra = parser.parse_known_args(argv)
-    if args.out.exists():
-        print(f"reproduce_mini: {args.out} exists; choose another --out or remove it", file=sys.stderr)
-        return 2
     common = [f"--dataset={args.dataset}", f"--max_iters={args.steps}", f"--seed={args.seed}", *extra]
     gpus = torch.cuda.device_count()
     name, first = argv_of(RECORDED, [*common, "--stop_when_failed=True"])
@@ -55,19 +55,30 @@ def main(argv: list[str] | None = None) -> int:
             raise ConfigError(f"--arms {' '.join(args.arms)}: an arm is named twice, or {RECORDED}, which is recorded")
         for arm, flags in {name: first, **others}.items():
             check_arm(arm, flags)  # hours before its turn comes
+            check_begun(args.out / arm, flags)
         if args.parallel < 1:
             raise ConfigError(f"--parallel={args.parallel} must be at least 1")
-    except ConfigError as error:
+    except (ConfigError, MetricsError) as error:
         print(f"reproduce_mini: {error}", file=sys.stderr)
         return 2
-    codes = run_arms({name: first}, args.out, 1, gpus)
-    order = args.out / name / "order.bin"
-    if codes[name] not in RESULTS or not order.exists():
-        print((args.out / f"{name}.log").read_text(encoding="utf-8")[-2000:], file=sys.stderr)
-        return codes[name] or 1
-    rows = OrderFile(order).rows  # fewer than --steps where the recorded run stopped early
-    others = dict(argv_of(arm, [*common, f"--max_iters={rows}", f"--replay={order}"]) for arm in args.arms)
-    codes |= run_arms(others, args.out, args.parallel, gpus)
+    try:
+        codes = run_arms({name: first}, args.out, 1, gpus, steps=args.steps)
+        order = args.out / name / "order.bin"
+        if codes[name] not in RESULTS or not order.exists():
+            print((args.out / f"{name}.log").read_text(encoding="utf-8")[-2000:], file=sys.stderr)
+            return codes[name] or 1
+        with OrderFile(order) as recorded:
+            rows = recorded.rows  # fewer than --steps where the recorded run stopped early
+        others = dict(argv_of(arm, [*common, f"--max_iters={rows}", f"--replay={order.absolute()}"])
+                      for arm in args.arms)
+        codes |= run_arms(others, args.out, args.parallel, gpus, steps=rows)
+    except KeyboardInterrupt:
+        print("interrupted; the same command goes on", file=sys.stderr)
+        return EXIT_SIGINT
+    if failed := [arm for arm, code in codes.items() if code not in RESULTS]:
+        print(f"reproduce_mini: {len(failed)} arm(s) ended without a result, see {args.out / failed[0]}.log; the same "
+              "command goes on", file=sys.stderr)
+        return 1
     runs = [str(args.out / arm) for arm in [name, *others] if (args.out / arm / "metrics.jsonl").exists()]
     return compare.main([*runs, "-o", str(args.out / "figure.png"), "--layers", str(args.out / "layers.png"),
                          "--json", str(args.out / "comparison.json")])

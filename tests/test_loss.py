@@ -12,6 +12,7 @@ import torch.nn.functional as F
 import loss
 from loss import linear_cross_entropy
 from model import GPT, GPTConfig
+from tests.loss_cases import plain
 
 ROOT = Path(__file__).parents[1]
 N, C, V, CHUNK = 120, 64, 300, 32  # CHUNK does not divide N
@@ -24,15 +25,6 @@ def inputs(seed=0):
     targets = torch.randint(V, (4, N // 4), generator=g)
     targets[torch.rand(targets.shape, generator=g) < 0.2] = -1
     return x, w, targets
-
-
-def plain(x, w, targets, softcap=0.0):
-    """What the model computes with loss_chunk=0."""
-    logits = F.linear(x, w)
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    if softcap:
-        logits = softcap * torch.tanh(logits / softcap)
-    return F.cross_entropy(logits.flatten(0, -2), targets.flatten(), ignore_index=-1)
 
 
 def chunked(x, w, targets, softcap=0.0):

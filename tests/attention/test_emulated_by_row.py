@@ -12,6 +12,7 @@ from attention_cases import INF, inputs, run_spec, spec
 
 from attention import attend
 from attention.rounding import round_to
+from attention.spec import SMALLEST_SHIFT
 
 T, D, TILE = 40, 48, 16  # 1/sqrt(48) is not exact, so that rounding before and after alpha shows
 
@@ -31,7 +32,7 @@ def shifted(rm, rs, m, s):
         case "unconditional":
             new = rm + min(raw, s.shift_cap)
         case "capped":
-            new = rm + min(max(raw, 1.0), s.shift_cap) if tied else rm
+            new = rm + min(max(raw, SMALLEST_SHIFT), s.shift_cap) if tied else rm
         case "fixed":
             new = rm + s.fixed_shift
         case "lazy_max":

@@ -21,6 +21,7 @@ from attention_cases import (
 from attention import attend
 from attention.emulated import _new_maximum, trace
 from attention.rounding import round_bf16
+from attention.spec import SMALLEST_SHIFT
 
 # Large logits, ties, stabilizers.
 
@@ -77,21 +78,24 @@ def test_tied_maxima(stabilizer, shift_cap, level):
             torch.testing.assert_close(got.lse[0, 0], level + torch.arange(1, T + 1.0).log(), rtol=1e-6, atol=1e-5)
 
 
-@pytest.mark.parametrize("shift_cap, largest", [(None, 1e-4), (12.0, None)])
-def test_the_default_cap_adds_no_bias(shift_cap, largest):
-    """Rows of tied large maxima, V of one sign: relative signed error of P V / l before the last rounding, pv in FP32.
-    P = exp(-cap) is the same in all of them, so what BF16 makes of it is the bias of all (exp(-12): -8.0e-4)."""
-    T = 64
-    v = round_bf16(-1 - torch.rand(T, T, generator=torch.Generator().manual_seed(7)))
-    q, k, v = with_scores(torch.full((T, T), 40.0), v)
-    chosen = {} if shift_cap is None else {"shift_cap": shift_cap}
-    got = trace(q, k, v, spec(stabilizer="capped", pv="fp32", output="fp32", **chosen)).unrounded[0, 0, 1:].double()
-    want = materialised(*(t.double() for t in (q, k, v)))[0, 0, 1:]
-    relative = (got / want - 1).mean().item()
-    if largest:
-        assert abs(relative) < largest, f"signed mean {relative:.1e}"
-    else:
-        assert relative == pytest.approx(-8.0e-4, rel=0.02)
+@pytest.mark.parametrize("level, switches, least, most", [
+    (40.0, dict(stabilizer="none"), -4.5e-3, -3e-3),
+    (0.25, dict(stabilizer="none"), -4.5e-3, -3e-3),
+    (40.0, dict(stabilizer="capped"), -5e-4, 5e-4),  # meets the cap
+    (0.25, dict(stabilizer="capped"), -5e-4, 5e-4),  # below the smallest shift
+    (40.0, dict(stabilizer="capped", shift_cap=12.0), 1.5e-3, 2.5e-3),
+    (40.0, dict(stabilizer="capped", shift_cap=17 * math.log(2)), -4.5e-3, -3e-3),
+    (4.0, dict(stabilizer="fixed"), 4e-3, 5.5e-3),
+    (4.0, dict(stabilizer="fixed", fixed_shift=math.log(2)), -4.5e-3, -3e-3),
+    (4.0, dict(stabilizer="fixed", fixed_shift=SMALLEST_SHIFT), -5e-4, 5e-4),
+], ids=str)
+def test_a_shift_that_rows_share_adds_no_bias_and_removes_the_papers(level, switches, least, most):
+    """Signed mean error of O before its last rounding, in section 3.3's situation, against float64. A shift of 1 or 12
+    has P that BF16 rounds down in every row, one of n log 2 leaves the bias of P = 1 as it is."""
+    q, k, v, _ = paper_inputs(ones=2, level=level)
+    got = trace(q, k, v, spec(tile_k=0, **switches)).unrounded[0, 0, 32:].double()
+    found = (got - materialised(*(t.double() for t in (q, k, v)))[0, 0, 32:]).mean().item()
+    assert least < found < most, f"signed mean error of O {found:+.2e}"
 
 
 def new_maximum(stabilizer, rm, rs, m=-INF, **switches):
@@ -113,7 +117,8 @@ def test_what_replaces_the_row_maximum():
     assert new_maximum("paper", 5.0, 2) == 10 and new_maximum("paper", -3.0, 2) == 0
     assert new_maximum("paper", 0.0, 2) == 0, "the paper's rule leaves a maximum of 0, and so P = 1, alone"
     assert new_maximum("paper", 5.0, 2, beta=3.0) == 15
-    assert new_maximum("capped", 0.0, 2) == 1 and new_maximum("capped", 0.25, 2) == 1.25
+    assert new_maximum("capped", 0.0, 2) == pytest.approx(SMALLEST_SHIFT)
+    assert new_maximum("capped", 0.25, 2) == pytest.approx(0.25 + SMALLEST_SHIFT)
     assert new_maximum("capped", 20.0, 2, shift_cap=12.0) == 32 and new_maximum("capped", 0.0, 1) == 0
     assert new_maximum("fixed", -7.0, 1, fixed_shift=2.5) == -4.5
     assert new_maximum("lazy_max", 3.0, 1) == 3 and new_maximum("lazy_max", 8.0, 1, m=3.0) == 3
@@ -143,18 +148,23 @@ def test_ties_are_counted_per_tile_and_never_where_masked():
 # Each switch, in the direction that the paper predicts.
 
 
-def paper_rows(ones, stabilizer="none", delta="do_o", sign=-1.0):
-    """Signed mean errors of O and delta from pv=bf16, in the situation of section 3.3.
+def paper_inputs(ones, sign=-1.0, level=4.0):
+    """q, k, v and dO (1, 1, T, T) in the situation of section 3.3.
 
-    `ones` keys share the maximum; V is negative and of one binade, so that a sum of two carries and is half the time
-    a tie of BF16; the other keys have P = exp(-13), which leaves a residual far below BF16's last place.
+    `ones` keys share the maximum, `level`; V is negative and of one binade, so that a sum of two carries and is half
+    the time a tie of BF16; the other keys have P = exp(-13), which leaves a residual far below BF16's last place.
     """
     T = 64
     gen = torch.Generator().manual_seed(8)
-    scores = torch.full((T, T), 4.0 - 13)
-    scores[:, :ones] = 4.0
+    scores = torch.full((T, T), level - 13)
+    scores[:, :ones] = level
     q, k, v = with_scores(scores, round_bf16(-2 - 0.9 * torch.rand(T, T, generator=gen)))
-    do = sign * round_bf16(torch.rand(1, 1, T, T, generator=gen) + 0.5)
+    return q, k, v, sign * round_bf16(torch.rand(1, 1, T, T, generator=gen) + 0.5)
+
+
+def paper_rows(ones, stabilizer="none", delta="do_o", sign=-1.0):
+    """Signed mean errors of O and delta from pv=bf16 there."""
+    q, k, v, do = paper_inputs(ones, sign)
     low, high = (trace(q, k, v, spec(pv=pv, stabilizer=stabilizer, tile_k=0, delta=delta, output="fp32"), do)
                  for pv in ("bf16", "fp32"))  # the same P in both, so that its cast does not enter
     later = (slice(None), slice(None), slice(32, None))  # rows with a residual to speak of

@@ -5,6 +5,7 @@ import math
 import re
 
 import pytest
+import torch
 
 from attention.layers import layer_specs, parse_tile
 from attention.spec import (
@@ -14,6 +15,7 @@ from attention.spec import (
     FULL,
     NO_SWITCHES,
     PRESETS,
+    SMALLEST_SHIFT,
     SWITCHES,
     AttentionSpec,
     from_key,
@@ -54,7 +56,12 @@ def test_presets(backend):
 def test_default_is_the_papers_failing_arm():
     assert AttentionSpec() == AttentionSpec("flash_bf16")
     assert AttentionSpec().beta == 2 and AttentionSpec().epsilon == 1e-3
-    assert math.exp(-AttentionSpec().shift_cap) == pytest.approx(2**-17, rel=1e-12)
+
+
+@pytest.mark.parametrize("shift", [SMALLEST_SHIFT, AttentionSpec().shift_cap])
+def test_a_shift_that_rows_share_is_of_a_bf16_number_and_no_power_of_two(shift):
+    p = torch.tensor(math.exp(-shift), dtype=torch.float64)
+    assert p.bfloat16().double().item() == pytest.approx(p.item(), rel=1e-12) and math.frexp(p)[0] > 0.51
 
 
 @pytest.mark.parametrize("name", OTHER)
@@ -137,7 +144,7 @@ def test_description_names_every_rounding():
     text = AttentionSpec(output_heads=(0, 7), softcap=30.0, stabilizer="paper", tile_k=FULL).describe()
     for part in ("flash_bf16 ", "operands=bf16 ", "scores=bf16 ", "probs=bf16 ", "row_sum=fp32 ", "pv=bf16 ",
                  "output=bf16 ", "delta=do_o ", "fp32_heads=0,7 ", "softcap=30 ",
-                 "stabilizer=paper(beta=2,epsilon=0.001,cap=11.7835)", "tiles=128xfull"):
+                 "stabilizer=paper(beta=2,epsilon=0.001,cap=12.0008)", "tiles=128xfull"):
         assert part in text, f"{part!r} is missing from {text!r}"
     assert "dots=tf32x3" in AttentionSpec("flash_fp32").describe() and "dots" not in text
     assert AttentionSpec(stabilizer="fixed").describe().count("stabilizer=fixed(shift=1)") == 1

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from attention.rounding import round_bf16
+from diagnostics import diagnosis, figures
 from diagnostics import scene as scenes
 from scripts import diagnose
 
@@ -33,6 +34,18 @@ def found(tmp_path_factory):
     assert {p.name for p in out.iterdir()} == {f"figure{n}.png" for n in (3, 4, 5, 6, 11, 12, 13)} | {
         "diagnosis.json", "diagnosis.md"}
     return json.loads((out / "diagnosis.json").read_text())
+
+
+def test_what_its_figures_count_has_whole_ticks(scene, tmp_path, monkeypatch):
+    from matplotlib import pyplot
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pyplot, "close", lambda figure: None)
+        figures.draw(scene, diagnosis.diagnose(scene), tmp_path)
+    for number in pyplot.get_fignums():
+        for axis in pyplot.figure(number).axes:
+            assert all(tick == round(tick) for tick in axis.get_xticks()), (number, axis.get_xlabel())
+    pyplot.close("all")
 
 
 def test_it_is_small_and_of_one_run(scene):

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from loss import linear_cross_entropy, softmax_gradient, softmax_gradient_triton
+from tests.loss_cases import plain
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -17,14 +17,6 @@ def inputs():
     targets = torch.randint(V, (N,), device="cuda", generator=g)
     targets[::9] = -1
     return x, w, targets
-
-
-def plain(x, w, targets, softcap=0.0):
-    logits = F.linear(x, w)
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    if softcap:
-        logits = softcap * torch.tanh(logits / softcap)
-    return F.cross_entropy(logits, targets, ignore_index=-1)
 
 
 def chunked(x, w, targets, softcap=0.0):

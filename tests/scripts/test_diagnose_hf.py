@@ -195,6 +195,17 @@ def test_end_to_end(folders, name, tmp_path, capsys):
     assert f"layer {eight['layer']}, head {eight['head']}" in page.lower() and f"{eight['matrix']:.6f}" in page
 
 
+@pytest.mark.parametrize("name", ["qwen2", "qwen3", "gpt2"])
+def test_a_folder_without_a_tokenizer(folders, tmp_path, capsys, name):
+    """transformers may make a tokenizer without words of it, which reads every text as nothing."""
+    command = [str(folders / name), "--text", str(folders / "text.txt"), "--out", str(tmp_path / "out")]
+    assert diagnose_hf.main([*command, "--device", "cpu"]) == 2
+    said = capsys.readouterr().err
+    assert f"{name} has no tokenizer" in said and "with --tokenizer" in said and "0 tokens" not in said
+    assert diagnose_hf.main([*command, "--device", "cpu", "--tokenizer", str(folders / "gpt2")]) == 2
+    assert "gpt2 has no tokenizer" in capsys.readouterr().err and not (tmp_path / "out").exists()
+
+
 def test_user_errors(folders, tmp_path, capsys):
     """One sentence and status 2, with the values at fault; nothing is written."""
     llama, words, text, short = (folders / "llama", folders / "words", folders / "text.txt", tmp_path / "short.txt")

@@ -5,10 +5,11 @@ import json
 import math
 import random
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from config import Config
+from config import Config, ConfigError
 from scripts import arms, cures, grid, isolate, rates
 from scripts.collect import collect, thin
 from scripts.isolate import ARMS
@@ -257,6 +258,19 @@ def test_an_arm_that_waits_starts_as_soon_as_what_it_waits_for_has_ended(tmp_pat
                                                  for i in (1, 2)}, "other": ["x"], "never": lambda: None}
     codes = arms.run_arms(queue, tmp_path, 2, 1, say=lambda *_, **__: None)
     assert begun == {"first1": 0, "first2": 0, "late2": 2, "other": 4, "late1": 9} and "never" not in codes
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_an_arm_that_waits_is_refused_where_it_began_with_other_flags(tmp_path, monkeypatch, known):
+    """Before anything is started where its flags are known by then, else when they are; what runs then is ended."""
+    started, ended = [], []
+    process = SimpleNamespace(poll=lambda: None, terminate=lambda: ended.append("first"), wait=lambda: 143)
+    monkeypatch.setattr(arms.subprocess, "Popen", lambda *_, **__: started.append("first") or process)
+    write_run(tmp_path / "late", Config().seed, 5, batch_size=32)
+    queue = {"first": [], "late": lambda: ["--batch_size=64"] if known or started else None}
+    with pytest.raises(ConfigError, match="late was begun with batch_size=32, and this command says 64; give the same"):
+        arms.run_arms(queue, tmp_path, 2, 1, say=lambda *_, **__: None)
+    assert started == ended == ([] if known else ["first"])
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "results/mini/rates").glob("*/*.json")), ids=lambda path: path.stem)

@@ -1,7 +1,12 @@
 """A disk that fills up: one sentence, a non-zero exit, and what was saved before stays and can be resumed."""
 
 import contextlib
+import errno
+import os
+import re
 import resource
+
+import pytest
 
 import checkpoint
 import train
@@ -48,12 +53,33 @@ def test_order(runner, monkeypatch):
 
 
 def test_checkpoint(runner, monkeypatch):
-    """The checkpoint of step 4 does not fit, which the thread that writes it finds while training goes on; the one of
-    step 0 stays and resumes to the same end."""
+    """The checkpoint of step 4 does not fit, which the thread that writes it finds while training goes on; nor does one
+    of that step. The one of step 0 stays and resumes to the same end."""
     run = run_into_limit(runner, monkeypatch, "run", lambda out: 200_000)
     assert run.steps == [0] and 4 <= len(run.losses) <= 6
+    said = re.search(r"ckpt_00000004.pt was not written .* trying once more, at step (\d)", run.stdout)
     assert f"the last good checkpoint is {run.out / 'ckpt_00000000.pt'}" in run.stderr
-    check(run, runner("whole"), runner, "ckpt_00000004.pt was not written (File too large)")
+    check(run, runner("whole"), runner, f"ckpt_0000000{said[1]}.pt was not written (File too large)")
+
+
+@pytest.mark.parametrize("failing", [2, 3], ids=["on the way", "the last one"])
+def test_a_checkpoint_that_fails_once(runner, monkeypatch, failing):
+    """It is tried once more, and the run goes on."""
+    writes, write = [], checkpoint._write
+    settle = checkpoint.Writer.settle
+
+    def full(state, path):
+        writes.append(path.name)
+        if len(writes) == failing:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write(state, path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "_write", full)
+        patch.setattr(checkpoint.Writer, "settle", lambda self, block=True: settle(self))  # this step finds it
+        run = runner("run", eval_interval=100)
+    assert run.steps == [0, 4, 6] and run.stdout.count("trying once more") == 1, run.stdout
+    runner.same(run, runner("whole", eval_interval=100))
 
 
 def test_checkpoint_on_sigterm(runner, monkeypatch):

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -53,6 +54,13 @@ def test_no_two_arms_of_a_table_are_one_run(table):
         runs[key] = name
 
 
+def as_killed(run: Path) -> None:
+    """Leaves a run's header as a kill does."""
+    header = json.loads((run / "run.json").read_text())
+    del header["sessions"][-1]["exit_code"]
+    (run / "run.json").write_text(json.dumps(header))
+
+
 def test_it_runs_and_goes_on_where_it_was(runner, corpus):
     """Two arms after the first one; a second call runs nothing again, a lost outcome is made up for by resuming."""
     flags = [a for a in runner.argv("unused") if not a.startswith(("--out_dir", "--dataset", "--max_iters"))]
@@ -68,10 +76,7 @@ def test_it_runs_and_goes_on_where_it_was(runner, corpus):
     assert "fp32_heads=" in specs[found["rows"][0]["layer"]]
     assert "flash_bf16            fails     undecided  0 of 1" in out
 
-    header = folder / "seed1/delta_dp_p/run.json"
-    run = json.loads(header.read_text())
-    del run["sessions"][-1]["exit_code"]  # as a kill leaves it
-    header.write_text(json.dumps(run))
+    as_killed(folder / "seed1/delta_dp_p")
     out, err = runner.start(command).communicate(timeout=120)
     assert out.count("started") == 1 and "delta_dp_p: started" in out, (out, err)
     assert json.loads((folder / "isolation.json").read_text()) == found
@@ -102,20 +107,52 @@ def test_grid_runs_each_arm_at_each_point_and_draws_it(runner, corpus):
     assert (config["learning_rate"], config["batch_size"], config["delta"]) == (2e-3, 2, "dp_p")
 
 
-def test_the_small_run_and_its_replays_end_in_a_comparison(runner, corpus):
-    """scripts/reproduce_mini.py on the CPU: one record, two replays of it, figures and numbers."""
+def test_the_small_run_and_its_replays_end_in_a_comparison(runner, corpus, capsys):
+    """scripts/reproduce_mini.py on the CPU: one record, two replays of it, figures and numbers. Called again it goes on
+    with what was killed, and with more steps, to the same numbers; other flags are refused."""
     own = ("--out_dir", "--dataset", "--max_iters", "--seed")
     flags = [a for a in runner.argv("unused") if not a.startswith(own)]
     out = runner.root / "mini"
     command = [sys.executable, "scripts/reproduce_mini.py", "--dataset", str(corpus), "--out", str(out), "--steps", "4",
                "--arms", "standard", "flash_bf16:delta=dp_p", "--parallel", "2", *flags, "--device=cpu",
-               "--compile=False", "--probe_interval=2"]
+               "--compile=False", "--probe_interval=2", "--log_interval=1"]
     said = runner.start(command).communicate(timeout=120)
     rows = json.loads((out / "comparison.json").read_text())["runs"]
     assert [r["name"] for r in rows] == ["flash_bf16", "standard", "flash_bf16_delta_dp_p"], said
     assert all(r["common_steps"] == 4 for r in rows)
     assert all((out / name).stat().st_size > 20_000 for name in ("figure.png", "layers.png"))
-    assert runner.start(command).communicate(timeout=60)[1].endswith("choose another --out or remove it\n")
+    for arm in ("flash_bf16", "standard"):
+        as_killed(out / arm)
+    said = runner.start(command).communicate(timeout=120)
+    assert [line.split()[3] for line in said[0].splitlines() if "started" in line] == ["flash_bf16:", "standard:"], said
+    assert json.loads((out / "comparison.json").read_text())["runs"] == rows
+    said = runner.start([*command, "--steps=6"]).communicate(timeout=120)
+    more = json.loads((out / "comparison.json").read_text())["runs"]
+    assert [r["common_steps"] for r in more] == [6, 6, 6] and said[0].count("started") == 3, said
+    assert more[1]["difference"]["signed"][:4] == rows[1]["difference"]["signed"]
+    for flags, message in ((["--steps=6", "--seed=2"], "flash_bf16 was begun with seed=1, and this command says 2;"),
+                           (["--steps=5"], "flash_bf16 is at step 6, past --steps=5; give at least that, or")):
+        assert reproduce_mini.main([*command[2:], *flags]) == 2 and message in capsys.readouterr().err
+
+
+def test_the_small_run_interrupted_goes_on(runner, corpus):
+    """SIGTERM while it records: the run saves and ends, and the same command ends with the comparison."""
+    own = ("--out_dir", "--dataset", "--max_iters", "--seed")
+    flags = [a for a in runner.argv("unused") if not a.startswith(own)]
+    out = runner.root / "mini"
+    command = [sys.executable, "scripts/reproduce_mini.py", "--dataset", str(corpus), "--out", str(out), "--steps",
+               "200", "--arms", "standard", *flags, "--device=cpu", "--compile=False", "--probe_interval=50",
+               "--log_interval=1"]
+    script = runner.start(command)
+    runner.wait_for_step(script, "mini/flash_bf16", 5)
+    script.send_signal(signal.SIGTERM)
+    said = script.communicate(timeout=60)
+    assert script.returncode == 130 and "interrupted; the same command goes on" in said[1], said
+    assert arms.outcome(out / "flash_bf16") == 143 and not (out / "standard").exists()
+    again = runner.start(command)
+    said = again.communicate(timeout=120)
+    assert again.returncode == 0, said
+    assert [r["common_steps"] for r in json.loads((out / "comparison.json").read_text())["runs"]] == [200, 200]
 
 
 @pytest.fixture
@@ -153,7 +190,17 @@ def test_an_interrupted_experiment_leaves_no_arm_running_and_a_table(runner, one
     script.send_signal(signal.SIGTERM)
     said = script.communicate(timeout=60)
     assert arms.outcome(folder / "seed1/pv_fp32") == 143 and "interrupted; the same command goes on" in said[1], said
+    assert script.returncode == 130
     assert table(folder)["failed"] is None
+
+
+def test_an_arm_that_has_begun_with_other_flags_is_refused(one_arm, capsys):
+    folder, argv = one_arm
+    assert isolate.main(isolate.__doc__, ARMS, "", "isolation.json", argv(2)) == 0
+    before = (folder / "isolation.json").read_text()
+    assert isolate.main(isolate.__doc__, ARMS, "", "isolation.json", [*argv(3), "--learning_rate=2e-3"]) == 2
+    assert "pv_fp32 was begun with learning_rate=0.01, and this command says 0.002; give" in capsys.readouterr().err
+    assert (folder / "isolation.json").read_text() == before and arms.last_step(folder / "seed1/pv_fp32") == 2
 
 
 def test_an_experiment_run_from_another_folder_reads_what_it_wrote(one_arm):
@@ -168,6 +215,7 @@ def test_an_experiment_run_from_another_folder_reads_what_it_wrote(one_arm):
     (["--dataset", "/nowhere"], "arm pv_fp32: the data folder /nowhere does not exist"),
     (["--parallel", "0"], "--parallel=0 must be positive"),
     (["--minutes", "nan"], "--minutes=nan must be positive"),
+    (["--monitor=stop"], "arm pv_fp32: monitor=stop ends a run before it is known .* use --monitor=warn"),
     (["--pv=fp16"], "pv_fp32: pv='fp16'|pv='fp16' is not one of"),
     (["--learnin_rate=1"], "learnin"),
     (["--arms"], "--arms: expected at least one argument"),

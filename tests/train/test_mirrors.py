@@ -9,8 +9,10 @@ import pytest
 import torch
 
 import train
-from config import as_dict, load
+from config import as_dict, from_file, load
 from metrics import to_json
+from runinfo import unread
+from tests.train.tiny_runs import ROOT
 
 
 def fake_wandb(failing: bool):
@@ -107,6 +109,20 @@ def test_cuda_graphs_are_for_one_rank(runner, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert "compile_mode=reduce-overhead with 2 ranks" in runner.refused("run", compile=True,
                                                                          compile_mode="reduce-overhead")
+
+
+def test_what_is_set_and_read_by_nothing_is_told(runner):
+    """A config file's compile_mode goes with compile=False, for a machine without a compiler; but it is said."""
+    said = runner("run", max_iters=1, compile_mode="reduce-overhead", muon_momentum=0.5, monitor_ties=0.3,
+                  monitor="warn", monitor_remedy="standard").stdout
+    assert (" unread: muon_momentum=0.5 (read with optimizer=muon), compile_mode=reduce-overhead (read with "
+            "compile=True), monitor_remedy=standard (read with monitor=switch)\n") in said
+    assert "unread" not in runner("whole", max_iters=1).stdout
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.glob("configs/**/*.toml")), ids=lambda path: path.stem)
+def test_no_config_sets_what_it_does_not_read(path):
+    assert not unread(as_dict(from_file(path)))
 
 
 def test_header(runner):

@@ -9,6 +9,7 @@ import time
 import pytest
 
 import checkpoint
+import train
 from replay.order import OrderFile
 
 FEATURES = {
@@ -42,6 +43,18 @@ def test_resumed_equals_uninterrupted(runner, monkeypatch, flags, method, call):
     if flags.get("record", True):  # a row is on disk before the weights that it led to
         assert OrderFile(stopped.out / "order.bin").rows >= len(stopped.losses)
     runner.same(runner("parts", init_from="resume", **flags), whole)
+
+
+def test_ctrl_c(runner, monkeypatch):
+    """As SIGTERM, with the exit status of its own; a second one ends the run at once, and run.json says so."""
+    stopped = runner.interrupted("run", monkeypatch, 3, "gradients", number=signal.SIGINT)
+    assert stopped.code == 130 and stopped.info["sessions"][-1]["exit_code"] == 130 and stopped.steps[-1] == 3
+    with pytest.raises(KeyboardInterrupt), monkeypatch.context() as patch:
+        patch.setattr(train.Trainer, "update", lambda *_: [os.kill(os.getpid(), signal.SIGINT) for _ in range(2)])
+        runner("run", init_from="resume")
+    run = runner.finished("run")
+    assert [session["exit_code"] for session in run.info["sessions"]] == [130, 130]
+    runner.same(runner("run", init_from="resume"), runner("whole"))
 
 
 def test_stopped_in_the_last_evaluation(runner, monkeypatch):

@@ -136,19 +136,20 @@ class Runner:
         assert "Traceback" not in run.stderr
         return run.stderr
 
-    def interrupted(self, name: str, monkeypatch, call: int, method: str = "micro_batch", **flags) -> Run:
-        """A run that gets SIGTERM when `Trainer.method` is called for the call-th time (from 0)."""
+    def interrupted(self, name: str, monkeypatch, call: int, method: str = "micro_batch", number=signal.SIGTERM,
+                    **flags) -> Run:
+        """A run that gets a signal when `Trainer.method` is called for the call-th time (from 0)."""
         original, calls = getattr(train.Trainer, method), []
 
         def wrapper(*args, **kwargs):
             if len(calls) == call:
-                os.kill(os.getpid(), signal.SIGTERM)
+                os.kill(os.getpid(), number)
             calls.append(1)
             return original(*args, **kwargs)
 
         with monkeypatch.context() as patch:
             patch.setattr(train.Trainer, method, wrapper)
-            return self(name, code=train.EXIT_SIGTERM, **flags)
+            return self(name, code=128 + number, **flags)
 
     def spawn(self, name: str, **flags) -> subprocess.Popen:
         """A run in a process of its own."""

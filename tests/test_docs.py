@@ -1,0 +1,30 @@
+"""README and docs: links lead somewhere, files that commands name exist, and lines can be read."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md")), *sorted(ROOT.glob("results/**/*.md"))]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_and_files_exist(page):
+    text = page.read_text()
+    links = [link.split("#")[0] for link in re.findall(r"\]\(([^)\s]+)\)", text) if not link.startswith("http")]
+    assert not [link for link in links if not (page.parent / link).exists()]
+    named = re.findall(r"\b(?:configs|scripts|diagnostics|attention|data|tests)/[\w./]+\.(?:py|toml|sh|sbatch)\b", text)
+    assert not [name for name in named if not (ROOT / name).exists()]
+
+
+@pytest.mark.parametrize("page", PAGES[: 1 + len(list(ROOT.glob("docs/*.md")))], ids=lambda page: page.name)
+def test_lines_are_short(page):
+    """But for rows of tables and for code."""
+    prose = "".join(page.read_text().split("```")[::2]).splitlines()
+    assert not [line for line in prose if len(line) > 160 and not line.startswith("|")]
+
+
+def test_every_page_is_linked_from_the_readme():
+    readme = PAGES[0].read_text()
+    assert not [page for page in ROOT.glob("docs/*.md") if f"(docs/{page.name})" not in readme]
