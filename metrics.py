@@ -68,9 +68,9 @@ def read_run(run: str | Path) -> dict:
     """The header of a run: run.json of its folder, or for a file X.jsonl[.gz|.xz] the X.run.json or run.json beside
     it; {} where there is none. Raises MetricsError if it is no JSON."""
     run = Path(run)
-    folder = run if run.is_dir() else run.parent
-    names = ["run.json"] if run.is_dir() else [f"{run.name.split('.jsonl')[0]}.run.json", "run.json"]
-    for path in (folder / name for name in names):
+    name, jsonl, _ = run.name.partition(".jsonl")
+    kept = jsonl and not run.is_dir()  # a folder that does not exist yet has no header, whatever lies beside it
+    for path in (run.with_name(f"{name}.run.json"), run.with_name("run.json")) if kept else (run / "run.json",):
         if path.is_file():
             try:
                 found = json.loads(path.read_text(encoding="utf-8"))

@@ -149,14 +149,15 @@ def write(found: dict, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(to_json(found, indent=1) + "\n")
     width = max(len(line["arm"]) for line in found["summary"])
-    print(f"{'arm':<{width}}  {'paper':<10}{'verdict':<11}failed  rate, 95 %    step   loss   ties    W_Q")
+    print(f"{'arm':<{width}}  {'paper':<10}{'verdict':<11}failed  rate, 95 %    step   loss   ties    W_Q  ran away")
     for line in found["summary"]:
         if line["finished"] or line["unfinished"]:
             numbers = [line[f"median_{key}"] for key in ("step_of_failure", "final_loss", "ties", "wq_norm")]
             shown = [f"{'-' if n is None else format(n, spec):>6}" for n, spec in
                      zip(numbers, (".0f", ".3f", ".2f", ".1f"), strict=True)]
             print(f"{line['arm']:<{width}}  {line['paper']:<10}{line['verdict']:<11}{line['failed']} of "
-                  f"{line['finished']}  {line['rate_low']:.2f} to {line['rate_high']:.2f}  {' '.join(shown)}"
+                  f"{line['finished']}  {line['rate_low']:.2f} to {line['rate_high']:.2f}  {' '.join(shown)}  "
+                  f"{line['ran_away']} of {line['ran_away_or_finished']}"
                   + (f"  ({line['unfinished']} unfinished)" if line["unfinished"] else ""))
 
 

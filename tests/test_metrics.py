@@ -316,3 +316,9 @@ def test_failure_is_a_rise_of_the_running_mean_by_more_than_half_a_nat():
 def test_failure_needs_equally_many_steps_and_losses():
     with pytest.raises(ValueError):
         step_of_failure([1, 2], [1.0])
+
+
+def test_a_run_that_does_not_exist_has_no_header_whatever_was_kept_beside_it(tmp_path):
+    (tmp_path / "arm.run.json").write_text('{"config": {}}')
+    (tmp_path / "run.json").write_text('{"config": {}}')
+    assert read_run(tmp_path / "arm") == {} and read_run(tmp_path / "arm.jsonl.xz") == {"config": {}}
