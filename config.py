@@ -69,7 +69,7 @@ class Config:
     softcap: float | None = None  # cap * tanh(S / cap) on the attention scores; 0 is off
     probs: str | None = None  # bf16 | fp32 | fp8_e4m3 | fp8_e5m2: cast of P before P V
     row_sum: str | None = None  # fp32 | bf16: the running row sum
-    pv: str | None = None  # fp32 | bf16: rounding of each tile's P V and of the running O
+    pv: str | None = None  # fp32 | bf16 | stochastic: rounding of each tile's P V and of the running O
     output: str | None = None  # bf16 | fp32 | stochastic: the stored O
     output_heads: str = ""  # heads that keep an FP32 O: "1:0,6,7;3:2" is LAYER:HEADS;LAYER:HEADS
     delta: str | None = None  # do_o | dp_p | do_o_recomputed: how the backward pass gets delta

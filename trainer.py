@@ -121,7 +121,7 @@ class Trainer:
     def set_draw(self, draw: int):
         """Makes stochastic rounding a function of the batch: neither a resume nor the number of ranks changes it."""
         for layer in self.layers:
-            if layer.spec.output == "stochastic":
+            if layer.spec.stochastic:
                 layer.rng[2].fill_(draw)  # an assignment would copy the number from the host, and wait
 
     def switch(self) -> dict:

@@ -49,7 +49,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, rng: Tensor | N
     """Causal attention O = softmax(Q K^T / sqrt(D)) V with the roundings of `spec`.
 
     q, k, v: (B, H, T, D), any strides; BF16 values may travel in float32 tensors (they do on the CPU).
-    rng: int64 (3,) = seed, layer, draw, for output=stochastic; None is (0, 0, 0).
+    rng: int64 (3,) = seed, layer, draw, for stochastic rounding; None is (0, 0, 0).
     Returns (B, H, T, D): q's dtype, or float32 where the spec keeps O in FP32; with stats=True also RowStats.
     Errors: ValueError for shapes, dtypes and devices it does not accept, the same for every backend.
     """

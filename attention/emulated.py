@@ -41,11 +41,11 @@ def trace(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, do: Tensor | Non
           rng: Tensor | None = None) -> Trace:
     """One forward pass (and delta, where dO is given) with the values that the operator does not return.
 
-    q, k, v, do: (B, H, T, D), on any device; rng: int64 (3,) for output=stochastic, None is (0, 0, 0).
+    q, k, v, do: (B, H, T, D), on any device; rng: int64 (3,) for stochastic rounding, None is (0, 0, 0).
     """
     rng = torch.zeros(3, dtype=torch.int64, device=q.device) if rng is None else rng
     with torch.autocast(q.device.type, enabled=False):
-        unrounded, lse, ties, row_max = _tiles_forward(q, k, v, spec, True)
+        unrounded, lse, ties, row_max = _tiles_forward(q, k, v, rng, spec, True)
         unrounded = unrounded.view(q.shape)
         o = _rounded_output(unrounded, rng, spec)
         delta = None
@@ -59,7 +59,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, rng: Tensor, spec: AttentionSpec,
             want_stats: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """o, lse, ties and row_max as op.differentiable describes them (paper Algorithm 1)."""
     with torch.autocast(q.device.type, enabled=False):
-        o, lse, ties, row_max = _tiles_forward(q, k, v, spec, want_stats)
+        o, lse, ties, row_max = _tiles_forward(q, k, v, rng, spec, want_stats)
         out = output_like(q, spec.stores_fp32).copy_(_rounded_output(o.view(q.shape), rng, spec))
     return out, lse, ties, row_max
 
@@ -90,7 +90,7 @@ def backward(do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor
 emulated = differentiable("lpattn::emulated", forward, backward)
 
 
-def _tiles_forward(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, want_stats: bool):
+def _tiles_forward(q: Tensor, k: Tensor, v: Tensor, rng: Tensor, spec: AttentionSpec, want_stats: bool):
     """O before its last rounding (B*H, T, D); lse, ties, row_max (B, H, T), statistics empty unless wanted."""
     shape = q.shape[:3]
     q, k, v = _load(q, spec), _load(k, spec), _load(v, spec)
@@ -98,6 +98,7 @@ def _tiles_forward(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, want_st
     m = q.new_full(q.shape[:2], -torch.inf)
     l = torch.zeros_like(m)
     ties, row_max = torch.zeros_like(m, dtype=torch.int32), m.clone()
+    index = torch.arange(o.numel(), device=o.device).view(o.shape) if spec.pv == "stochastic" else None
     for keys, rows in tiles(q, spec):
         s = mask_future(scores(q[:, rows], k[:, keys], spec), -torch.inf)
         rm = s.amax(-1)
@@ -109,8 +110,13 @@ def _tiles_forward(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, want_st
             p.clamp_(max=LARGEST_CLAMPED_P)
         a = torch.exp(m[:, rows] - m_new)
         l[:, rows] = _if(spec.row_sum, l[:, rows] * a + p.sum(-1))
-        pv = _if(spec.pv, _product(_if(spec.probs, p), v[:, keys]))
-        o[:, rows] = _if(spec.pv, _if(spec.pv, o[:, rows] * a[..., None]) + pv)
+        pv, scaled = _product(_if(spec.probs, p), v[:, keys]), o[:, rows] * a[..., None]
+        if spec.pv == "stochastic":  # words 1 to 3 of an index that no other key tile has
+            at = index[:, rows] + ((keys.start // (spec.tile_k or shape[2]) + 1) << 40)
+            pv, scaled = stochastic_round_bf16(pv, rng, at, 1), stochastic_round_bf16(scaled, rng, at, 2)
+            o[:, rows] = stochastic_round_bf16(scaled + pv, rng, at, 3)
+        else:
+            o[:, rows] = _if(spec.pv, _if(spec.pv, scaled) + _if(spec.pv, pv))
         m[:, rows] = m_new
         if want_stats:
             ties[:, rows] = torch.maximum(ties[:, rows], rs.to(torch.int32))

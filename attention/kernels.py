@@ -26,6 +26,7 @@ from attention.tiles import (
     load_tile,
     narrow,
     operand,
+    random_words,
     round_bf16,
     round_fp8,
     round_stochastic,
@@ -89,10 +90,20 @@ def new_maximum(m, rm, rs, RULE: tl.constexpr, BETA: tl.constexpr, CAP: tl.const
 
 
 @triton.jit
-def add_tile(acc, pv, a, PV: tl.constexpr):
-    """O a + P V. pv=bf16 rounds P V, O a and their sum; O is then kept in BF16, which halves its registers."""
+def element_index(head, rows, T, D: tl.constexpr, DP: tl.constexpr):
+    """Row-major index of O's elements, (B, H, T, D), int64: what stochastic rounding draws by."""
+    return (tl.cast(head, tl.int64) * T + rows)[:, None] * D + tl.arange(0, DP)[None, :]
+
+
+@triton.jit
+def add_tile(acc, pv, a, p_rng, index, tile, PV: tl.constexpr):
+    """O a + P V. pv=bf16 rounds P V, O a and their sum; O is then kept in BF16, which halves its registers.
+    pv=stochastic rounds them by words 1, 2 and 3 of an index that no other key tile has."""
     if PV == "bf16":
         return add_bf16(narrow(acc.to(tl.float32) * a[:, None]), narrow(pv))
+    elif PV == "stochastic":
+        _, first, second, third = random_words(p_rng, index + (tl.cast(tile + 1, tl.int64) << 40))
+        return round_stochastic(round_stochastic(acc * a[:, None], second) + round_stochastic(pv, first), third)
     else:
         return acc * a[:, None] + pv
 
@@ -158,6 +169,7 @@ def forward_kernel(p_q, p_k, p_v, d_q, d_k, d_v, p_o, p_lse, p_ties, p_row_max, 
     if PV == "bf16":
         acc = narrow(acc)
     ties, row_max = tl.zeros((BLOCK_M,), tl.int32), m
+    index = element_index(head, rows, T, D, DP) if PV == "stochastic" else None
 
     if WIDE:
         for tile in range(0, end, TILE):
@@ -186,7 +198,7 @@ def forward_kernel(p_q, p_k, p_v, d_q, d_k, d_v, p_o, p_lse, p_ties, p_row_max, 
                 row_sum += tl.sum(b_p, 1)
                 pv = dot(cast_p(b_p, PROBS), b_v, pv, DOTS)
             a = tl.exp2((m - m_new) * LOG2)
-            acc = add_tile(acc, pv, a, PV)
+            acc = add_tile(acc, pv, a, p_rng, index, tile // TILE, PV)
             l = l * a + row_sum
             if ROW_SUM == "bf16":
                 l = round_bf16(l)
@@ -212,10 +224,10 @@ def forward_kernel(p_q, p_k, p_v, d_q, d_k, d_v, p_o, p_lse, p_ties, p_row_max, 
                 l = round_bf16(l)
             b_v = operand(load_tile(p_v, d_v, token, h * svh, n, svt, T, BLOCK_N, D, DP, not EVEN, TMA), BF16)
             b_p = cast_p(b_p, PROBS)
-            if PV == "bf16":
-                acc = add_tile(acc, dot(b_p, b_v, None, DOTS), a, PV)
-            else:
+            if PV == "fp32":
                 acc = dot(b_p, b_v, acc * a[:, None], DOTS)
+            else:
+                acc = add_tile(acc, dot(b_p, b_v, None, DOTS), a, p_rng, index, n // BLOCK_N, PV)
             m = m_new
             if STATS:
                 ties, row_max = tl.maximum(ties, rs), tl.maximum(row_max, rm)
@@ -229,7 +241,8 @@ def forward_kernel(p_q, p_k, p_v, d_q, d_k, d_v, p_o, p_lse, p_ties, p_row_max, 
     if OUTPUT != "fp32":
         unrounded = o
         if OUTPUT == "stochastic":
-            o = round_stochastic(o, p_rng, p_rows[:, None] * D + tl.arange(0, DP)[None, :])
+            word, _, _, _ = random_words(p_rng, element_index(head, rows, T, D, DP))
+            o = round_stochastic(o, word)
         else:
             o = round_bf16(o)
         if FP32_HEADS != 0:

@@ -29,7 +29,7 @@ def differentiable(name: str, forward: Callable, backward: Callable) -> Callable
     forward(q, k, v, rng, spec, want_stats) -> o (B, H, T, D) as `output_like`; lse (B, H, T) FP32;
         ties (B, H, T) int32 and row_max (B, H, T) FP32, or both of shape (0,) unless want_stats.
     backward(do, q, k, v, o, lse, spec) -> dq, dk, dv, each as `output_like` in q's dtype.
-    rng: int64 (3,) = seed, layer, draw; read only when the output is rounded stochastically.
+    rng: int64 (3,) = seed, layer, draw; read only where something is rounded stochastically.
     """
 
     @torch.library.custom_op(f"{name}_forward", mutates_args=())

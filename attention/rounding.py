@@ -60,18 +60,18 @@ def round_to(x: Tensor, format: str) -> Tensor:
     raise ValueError(f"format {format!r} is not one of {', '.join(FORMATS)}")
 
 
-def stochastic_round_bf16(x: Tensor, rng: Tensor) -> Tensor:
+def stochastic_round_bf16(x: Tensor, rng: Tensor, index: Tensor | None = None, word: int = 0) -> Tensor:
     """x rounded to one of its two BF16 neighbours with probabilities that make the mean exact, in x's own dtype.
 
     x: any shape; float64 is rounded to float32 first. rng: int64 (3,) = seed, layer, draw. The element with
-    row-major index i takes the first word r of Philox4x32-10 under key (seed, layer) and counter (i, draw), each of
-    the latter as two 32-bit words, low first: bits(x) + (r mod 2^16) with the low half cleared. Hence a value
-    depends on its position alone, not on device, layout or launch. Inf and NaN stay.
+    index i (row-major, or int64 of x's shape) takes one word r, the first, of Philox4x32-10 under key (seed, layer) and
+    counter (i, draw), each of the latter as two 32-bit words, low first: bits(x) + (r mod 2^16) with the low half
+    cleared. Hence a value depends on its position alone, not on device, layout or launch. Inf and NaN stay.
     """
     seed, layer, draw = rng.to(x.device).unbind()
-    index = torch.arange(x.numel(), device=x.device).view(x.shape)
+    index = torch.arange(x.numel(), device=x.device).view(x.shape) if index is None else index
     counter = (index & MASK32, index >> 32, draw & MASK32, (draw >> 32) & MASK32)
-    word = philox(counter, (seed & MASK32, layer & MASK32))[0]
+    word = philox(counter, (seed & MASK32, layer & MASK32))[word]
     single = x.to(torch.float32).contiguous()
     u = single.view(torch.int32).to(torch.int64) + (word & 0xFFFF)
     return torch.where(single.isfinite(), _from_bits(u & 0xFFFF0000), single).to(x.dtype)

@@ -32,7 +32,7 @@ CHOICES = {
     "scores": ("bf16", "fp32"),
     "probs": ("bf16", "fp32", "fp8_e4m3", "fp8_e5m2"),
     "row_sum": ("fp32", "bf16"),
-    "pv": ("bf16", "fp32"),
+    "pv": ("bf16", "fp32", "stochastic"),
     "output": ("bf16", "fp32", "stochastic"),
     "delta": ("do_o", "dp_p", "do_o_recomputed"),
     "stabilizer": ("none", "paper", "capped", "clamp", "fixed", "unconditional", "lazy_max"),
@@ -147,6 +147,11 @@ class AttentionSpec:
     def stores_fp32(self) -> bool:
         """Whether O travels in FP32: all of it, or some heads of it."""
         return self.output == "fp32" or bool(self.output_heads)
+
+    @property
+    def stochastic(self) -> bool:
+        """Whether something is rounded at random, which the layer's `rng` decides."""
+        return "stochastic" in (self.pv, self.output)
 
     @property
     def rounds_bf16(self) -> bool:

@@ -60,14 +60,19 @@ def round_fp8(x, FORMAT: tl.constexpr):
 
 
 @triton.jit
-def round_stochastic(x, p_rng, index):
-    """BF16 up or down so that the mean is exact; rounding.stochastic_round_bf16 says how (Philox4x32-10)."""
+def random_words(p_rng, index):
+    """Four words of Philox4x32-10 for each int64 index, as rounding.stochastic_round_bf16 draws them."""
     seed = (tl.load(p_rng) & 0xFFFFFFFF) | (tl.load(p_rng + 1) << 32)
     draw = tl.load(p_rng + 2)
     low, high = (index & 0xFFFFFFFF).to(tl.uint32), (index >> 32).to(tl.uint32)
     zero = tl.zeros_like(low)
     draw_low, draw_high = (draw & 0xFFFFFFFF).to(tl.uint32), (draw >> 32).to(tl.uint32)
-    word, _, _, _ = tl.philox(seed, low, high, zero + draw_low, zero + draw_high)
+    return tl.philox(seed, low, high, zero + draw_low, zero + draw_high)
+
+
+@triton.jit
+def round_stochastic(x, word):
+    """BF16 up or down so that the mean is exact, by a random word: rounding.stochastic_round_bf16."""
     u = x.to(tl.uint32, bitcast=True)
     finite = (u & 0x7FFFFFFF) < 0x7F800000
     rounded = (u + (word & 0xFFFF)) & 0xFFFF0000

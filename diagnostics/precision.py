@@ -4,7 +4,7 @@ lp and hp share Q, K, V, dO as the backend reads them, and S: each score is the 
 rounding included where scores=bf16. From S on, hp is float64 throughout and lp follows the spec: exp in FP32, the cast
 of P (`probs`), the rounding of P V and of the running O by key tile (`pv`), the row sum, and the rounding of O
 (`output`). So O_lp - O_hp is what those do, and nothing else. A stabilizer is part of lp alone: it changes no exact
-value. With output=stochastic lp draws other random numbers than the run did. Heads come as (B, T, D): B sequences.
+value. With stochastic rounding lp draws other random numbers than the run did. Heads come as (B, T, D): B sequences.
 """
 
 import dataclasses

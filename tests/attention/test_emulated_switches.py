@@ -262,6 +262,30 @@ def test_stochastic_output_is_unbiased_and_differs_by_layer_and_draw():
     assert torch.equal(got.o, seen[0]) and torch.equal(got.delta, (do * seen[0]).sum(-1))
 
 
+def test_stochastic_pv_has_the_size_of_bf16_without_its_sign():
+    """Two keys that tie for every row and V of one sign: rounding to the nearest pushes P V one way, section 3.3.2."""
+    q, k, _, _ = inputs(H=8, T=128, D=64)
+    q[:], k[:] = 4.0, 0.0
+    k[:, :, ::64] = 1.0  # so P = 1 at keys 0 and 64, e^-32 elsewhere
+    v = -2 - torch.rand(q.shape, generator=torch.Generator().manual_seed(0)) * 0.25
+    exact = trace(q, k, v, spec(pv="fp32", output="fp32", tile_k=32)).unrounded
+    errors = {pv: (trace(q, k, v, spec(pv=pv, output="fp32", tile_k=32), rng=torch.tensor([3, 0, 7])).unrounded
+                   - exact)[:, :, 64:].double() for pv in ("bf16", "stochastic")}
+    mean = {pv: error.mean().item() / (error.std().item() / error.numel() ** 0.5) for pv, error in errors.items()}
+    assert abs(mean["stochastic"]) < 4 < abs(mean["bf16"]), mean
+    size = {pv: error.square().mean().sqrt().item() for pv, error in errors.items()}
+    assert 0.5 < size["bf16"] / size["stochastic"] < 1.5, size
+
+
+def test_stochastic_pv_draws_anew_for_every_tile_layer_and_draw():
+    q, k, v, _ = inputs(H=2, T=128, D=16)
+    base = attend(q, k, v, spec(pv="stochastic", tile_k=32), rng=torch.tensor([3, 0, 0]))
+    assert torch.equal(base, attend(q, k, v, spec(pv="stochastic", tile_k=32), rng=torch.tensor([3, 0, 0])))
+    for rng in ([4, 0, 0], [3, 1, 0], [3, 0, 1]):
+        assert not torch.equal(base, attend(q, k, v, spec(pv="stochastic", tile_k=32), rng=torch.tensor(rng)))
+    assert not torch.equal(base, attend(q, k, v, spec(pv="stochastic", tile_k=64), rng=torch.tensor([3, 0, 0])))
+
+
 def test_pv_is_rounded_once_a_tile():
     q, k, v, do = inputs(H=4, T=256, D=64)
     want = materialised(*(t.double() for t in (q, k, v)))

@@ -78,6 +78,8 @@ SWITCHES = {
     "row_sum": dict(row_sum="bf16"),
     "output_fp32": dict(output="fp32"),
     "output_stochastic": dict(output="stochastic"),
+    "pv_stochastic": dict(pv="stochastic", output="stochastic"),
+    "pv_stochastic_full": dict(pv="stochastic", tile_k=FULL),
     "output_heads": dict(output_heads=(1,)),
     "output_heads_stochastic": dict(output_heads=(0,), output="stochastic"),
     "delta_dp_p": dict(delta="dp_p"),

@@ -192,6 +192,15 @@ def test_stochastic_output_is_a_function_of_seed_layer_and_draw():
     assert abs(error.mean()) < 0.05 * step and error.abs().max() < 2**-6
 
 
+@pytest.mark.parametrize("T", [300, 1024])
+def test_stochastic_pv_is_a_function_of_seed_layer_and_draw(T):
+    qkv, _ = inputs(2, 3, T, 64)
+    spec, rng = make("flash_bf16", pv="stochastic"), torch.tensor([7, 3, 11], device="cuda")
+    a, b, c = attend(*qkv, spec, rng), attend(*qkv, spec, rng), attend(*qkv, spec, rng + 1)
+    assert torch.equal(a, b) and not torch.equal(a, c)
+    assert (emulated(*qkv, rng, spec.key, False)[0] != a).float().mean() < 0.02
+
+
 @pytest.mark.parametrize("backend", PRESETS)
 @pytest.mark.parametrize("T", [1000, 1024])
 def test_memory(backend, T):
