@@ -51,7 +51,7 @@ class _Sink:
 
 
 def save(out_dir: str | Path, step: int, state: dict, keep: int) -> Path:
-    """Writes {"step": step, **state} atomically and removes all but the newest `keep` checkpoints.
+    """Writes {"step": step, **state} atomically and, beyond `keep` checkpoints, removes the two oldest.
 
     `state` holds nested dicts, lists and tuples of tensors and plain values. Tensors are read, never changed, and all
     has been read on return. One save at a time. Checkpoints of later steps than this one belong to a run that was
@@ -237,13 +237,15 @@ def _write(state: dict, path: Path) -> None:
 
 
 def _prune(out_dir: Path, step: int, keep: int) -> None:
-    """Keeps the newest `keep` checkpoints up to `step`, and renames those of later steps."""
+    """Removes the oldest checkpoints up to `step` where there are more than `keep`; renames those of later steps."""
     older = [path for path in checkpoints(out_dir) if _step(path) <= step]
     for later in checkpoints(out_dir)[len(older):]:
         stale = later.with_name(later.name + ".stale")
         os.replace(later, stale)
         print(f"{later} is of a later step than {step}, which this run was rewound to; renamed to {stale.name}")
-    for old in older[:-keep]:
+    # Two at most: a run that is resumed with a smaller `keep`, maybe by oversight, does not lose all the others at once;
+    # and one that was killed between a save and this has one too many.
+    for old in older[:-keep][:2]:
         old.unlink()
 
 

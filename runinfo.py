@@ -76,7 +76,7 @@ def print_header(info: dict, group) -> None:
     order, chunk = info["order"], info["config"]["loss_chunk"]
     lines = {
         "run": f"{info['name']}  ({info['config']['out_dir']})",
-        "model": f"{info['n_params']:,} parameters, {info['config']['n_layer']} layers",
+        "model": f"{info['n_params']:,} parameters without positions, {info['config']['n_layer']} layers",
         "step": f"{info['tokens_per_step']:,} tokens: {info['config']['gradient_accumulation_steps']} micro-batches x "
                 f"{info['config']['batch_size']} sequences x {info['config']['block_size']} tokens over "
                 f"{info['world_size']} rank(s)" + (f", loss {chunk} tokens at a time" if chunk else ""),

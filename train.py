@@ -114,7 +114,8 @@ def train(trainer: Trainer, info: dict) -> int:
         with contextlib.suppress(RunFailed, RunWarned):
             log.settle()
         finish()
-        group.print(f"stopped by a signal at step {trainer.step}; saved to {out}, go on with --init_from=resume")
+        group.print(f"stopped by a signal at step {trainer.step}; saved to {out}; go on with the same "
+                    "command and --init_from=resume")
         code = stop.status
     except (RunFailed, RunWarned) as reason:
         finish()

@@ -108,6 +108,15 @@ def test_ring_keeps_the_newest(tmp_path):
         save(tmp_path, 1, state_of(1), keep=0)
 
 
+def test_a_smaller_ring_loses_none_of_what_was_there_at_once(tmp_path):
+    """A run resumed without the flag that kept many checkpoints: two go for each that comes, until `keep` are left."""
+    for step in range(6):
+        save(tmp_path, step, state_of(step), keep=9)
+    for step, left in ((6, [2, 3, 4, 5, 6]), (7, [4, 5, 6, 7]), (8, [6, 7, 8]), (9, [8, 9]), (10, [9, 10])):
+        save(tmp_path, step, state_of(step), keep=2)
+        assert [load(path)["step"] for path in checkpoints(tmp_path)] == left
+
+
 def test_saving_the_same_step_again_replaces_it(tmp_path):
     save(tmp_path, 3, {"value": 1}, keep=2)
     save(tmp_path, 3, {"value": 2}, keep=2)
