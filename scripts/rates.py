@@ -99,8 +99,9 @@ def collect_experiment(arms: dict[str, Arm], args: argparse.Namespace, extra: li
         raise ValueError(f"--collect runs nothing, so {' '.join(extra)} cannot be passed on to train.py; leave it out")
     candidates, left_out = {}, set()
     for folder in (args.out, *args.collect):
-        paths = [*(log.parent for log in folder.glob("seed[0-9]*/*/metrics.jsonl")),
-                 *folder.glob("seed[0-9]*/*.jsonl.xz")]
+        paths = [path for path in (*(log.parent for log in folder.glob("seed*/*/metrics.jsonl")),
+                                   *folder.glob("seed*/*.jsonl.xz"))
+                 if path.parent.name.removeprefix("seed").isdecimal()]
         if not paths and (folder in args.collect or not args.collect):
             raise ValueError(f"{folder} has no runs, seedN/ARM/metrics.jsonl or seedN/ARM.jsonl.xz; give the --out of "
                              "an experiment")
@@ -169,6 +170,7 @@ def make(arms: dict[str, Arm], args: argparse.Namespace, extra: list[str], path:
     if FIRST not in arms and any("{" in flag for arm in arms.values() for flag in arm.flags):
         arms = {FIRST: Arm((), FAILS, "3.1")} | arms
     flags = ("arms", "datasets", "learning_rates", "batch_sizes", "seeds", "steps")
+    args.seeds = list(dict.fromkeys(args.seeds))  # one that is given twice counts once
     found = {"flags": {name: getattr(args, name) for name in flags if hasattr(args, name)}}
     try:
         found |= (run_experiment if args.collect is None else collect_experiment)(arms, args, extra)
