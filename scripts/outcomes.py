@@ -10,6 +10,7 @@ import dataclasses
 import math
 import re
 import statistics
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -170,12 +171,12 @@ def _rate(begun: list[dict], name: str, event: str) -> dict:
             "p": fewer(seeds(FIRST, False), most) if any(r["arm"] == FIRST for r in begun) else None}
 
 
-def check_alike(runs: dict[tuple[str, int], Run], arms: dict[str, Arm]) -> None:
+def check_alike(runs: Iterable[tuple[tuple[str, int], Run]], arms: dict[str, Arm]) -> None:
     """Runs of one table have the seed and the flags that they are filed under, and differ in what these name, where and
     how far they ran, and in nothing else. Errors: ValueError, which names the first that does."""
     free = {"seed", "out_dir", "dataset", "init_from", "max_iters", "checkpoint_interval", "keep_checkpoints"}
     reference = None
-    for (name, seed), run in runs.items():
+    for (name, seed), run in runs:
         where = f"{name} of seed {seed}, in {run.folder},"
         if not (settings := dict(run.info.get("config", {}))):
             raise ValueError(f"{where} has no run.json or {name}.run.json, which says what it ran with; leave it out")
@@ -205,7 +206,7 @@ def _says(text: str, value) -> bool:
 def tabulate(arms: dict[str, Arm], seeds: list[int], runs: dict[tuple[str, int], Run], steps: int) -> dict:
     """{"made_with", "proposals", "rows", "summary"} of runs by arm and seed, cut at `steps`; an arm without
     one is unfinished. Errors: ValueError as `check_alike`."""
-    check_alike(runs, arms)
+    check_alike(runs.items(), arms)
     proposals = {seed: propose(run) for seed in seeds if (run := runs.get((FIRST, seed)))
                  and run.layers(PROPOSES) and finished(run, steps)}
     rows = [row(name, seed, runs.get((name, seed)), proposals.get(seed), steps) for name in arms for seed in seeds]

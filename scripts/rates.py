@@ -25,7 +25,7 @@ from failure import failure_of
 from metrics import MetricsError, to_json
 from scripts.arms import FURTHER, RESULTS, check_arm, outcome, run_arms
 from scripts.collect import collect
-from scripts.outcomes import FAILS, FIRST, Arm, draw, finished, load, propose, tabulate
+from scripts.outcomes import FAILS, FIRST, Arm, check_alike, draw, finished, load, propose, tabulate
 from scripts.runs import Run, load_run
 from stop import EXIT_SIGINT, EXITS_STOPPED
 
@@ -111,6 +111,7 @@ def collect_experiment(arms: dict[str, Arm], args: argparse.Namespace, extra: li
                 left_out.add(f"seed{seed}/{name}")
             elif run := load(path, args.steps):
                 candidates.setdefault((name, seed), []).append((path, run))
+    check_alike(((key, run) for key, several in candidates.items() for _, run in several), arms)
     chosen = {key: _choose(several, args.steps) for key, several in candidates.items()}
     table = tabulate(arms, args.seeds, {key: run for key, (_, run) in chosen.items()}, args.steps)
     for (_, seed), (path, _) in chosen.items():
