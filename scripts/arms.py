@@ -99,8 +99,6 @@ def run_arms(arms: dict[str, list[str] | Callable[[], list[str] | None]], folder
             told, elsewhere = elsewhere, set()
             while len(running) + len(elsewhere) < parallel and (found := _next(waiting, elsewhere)):
                 name, argv = found
-                if callable(arms[name]):  # known only now
-                    check_begun(folder / name, argv)
                 if (log := _claim(folder / f"{name}.log")) is None:
                     elsewhere.add(name)
                     if name not in told:
@@ -108,6 +106,7 @@ def run_arms(arms: dict[str, list[str] | Callable[[], list[str] | None]], folder
                             "it", flush=True)
                     continue
                 del waiting[name]
+                check_begun(folder / name, argv)  # again: flags that are known only now, or begun by another call since
                 codes[name] = outcome(folder / name, steps)
                 if codes[name] in RESULTS:
                     log.close()
