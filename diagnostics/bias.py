@@ -138,17 +138,17 @@ def _running(pbar, v, probs) -> Tensor:
     return (round_to(pbar.float(), probs)[..., None] * v.float()).cumsum(-2)
 
 
-def pushes(frame, spec: AttentionSpec) -> dict[str, Tensor]:
+def pushes(frame, spec: AttentionSpec, rng: Tensor | None = None) -> dict[str, Tensor]:
     """How delta's error moves W_Q's largest singular value, of each sequence of a frame (`scene.Frame`), (B,) float64.
 
     sum: sum_T (delta_lp - delta_hp)[T] (paper figure 12). push: the share of dW_Q,hp - dW_Q,lp (`coherence`) along
     u v^T, the first singular pair of W_Q, so positive where descent by the rounded gradient makes |W_Q| larger than
     descent by the exact one. gradient: -dW_Q,hp along u v^T, what the exact gradient does to it. size: the root of the
     summed squares of the terms of push, what independent errors without a bias would add up to. tied: the share of
-    rows with several P = 1.
+    rows with several P = 1. rng: as `emulated.trace`. As `coherence.gradient_error`, for no query norm and no soft cap.
     """
     alpha = frame.q.shape[-1] ** -0.5
-    pair = both(frame.q, frame.k, frame.v, spec, frame.do)
+    pair = both(frame.q, frame.k, frame.v, spec, frame.do, rng)
     p, k = pair.p, frame.k.double()
     u, _, vt = torch.linalg.svd(frame.wq.double(), full_matrices=False)
     xv = frame.x.double() @ vt[0]

@@ -80,12 +80,13 @@ def scores(q: Tensor, k: Tensor, spec: AttentionSpec) -> Tensor:
 
 
 @torch.no_grad()
-def both(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, do: Tensor | None = None) -> Pair:
+def both(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, do: Tensor | None = None,
+         rng: Tensor | None = None) -> Pair:
     """Both precisions of one head. q, k, v, do: (B, T, D); spec: of this head (`head_spec`), and for standard and sdpa
-    what their presets say they round. Memory: a few (B, T, T) tensors in float64."""
+    what their presets say they round; rng: as `emulated.trace`. Memory: a few (B, T, T) tensors in float64."""
     q, k, v = (operand(x, spec) for x in (q, k, v))
     do = None if do is None else operand(do, spec)
-    lp = emulated.trace(*(x[:, None] for x in (q, k, v)), spec, None if do is None else do[:, None])
+    lp = emulated.trace(*(x[:, None] for x in (q, k, v)), spec, None if do is None else do[:, None], rng)
     lp = type(lp)(*(None if x is None else x[:, 0].double() for x in lp))
     s = scores(q, k, spec).double()
     pbar = torch.exp(s - s.amax(-1, keepdim=True))

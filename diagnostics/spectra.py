@@ -135,7 +135,7 @@ def as_record(values: list[list[float]]) -> dict[str, float | list[float]]:
     probe/alignment_KIND/layer{i}, the mean size of the spectral alignment; probe/sign_diversity_KIND/layer{i}
     (`alignment`). By layer, lists over heads: probe/wk_norm_head/layer{i}, probe/wv_norm_head/layer{i},
     probe/qk_entropy_head/layer{i} in nats, and probe/alignment_head/layer{i} and probe/sign_diversity_head/layer{i} of
-    W_Q; probe/qk_entropy/layer{i} is the smallest of a layer.
+    W_Q; probe/qk_entropy/layer{i} is the smallest of a layer, NaN where one is.
     """
     out: dict[str, float | list[float]] = {}
     K = len(KINDS)
@@ -149,5 +149,5 @@ def as_record(values: list[list[float]]) -> dict[str, float | list[float]]:
         for name, one in zip(("wk_norm", "wv_norm", "qk_entropy", "alignment", "sign_diversity"), heads, strict=True):
             one = [min(p, 1 - p) for p in one] if name == "sign_diversity" else one
             out[f"probe/{name}_head/layer{i}"] = [round(x, 4) for x in one]
-        out[f"probe/qk_entropy/layer{i}"] = min(out[f"probe/qk_entropy_head/layer{i}"])
+        out[f"probe/qk_entropy/layer{i}"] = min(out[f"probe/qk_entropy_head/layer{i}"], key=lambda x: (x == x, x))
     return out

@@ -1,6 +1,7 @@
 """Runs several arms of one experiment side by side: train.py as subprocesses, over the GPUs that are there."""
 
 import contextlib
+import fcntl
 import json
 import math
 import os
@@ -10,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import TextIO
 
 from attention import layer_specs
 from checkpoint import checkpoints
@@ -76,10 +78,11 @@ def run_arms(arms: dict[str, list[str] | Callable[[], list[str] | None]], folder
 
     An ARGV may be a function, which returns None as long as its arm has to wait: the first arm that can start takes a
     free place, and what still waits when nothing runs is left out. An arm that has its outcome after `steps` is not run
-    again; one that was interrupted or has fewer is resumed. Of several GPUs an arm gets the one with the fewest arms.
-    What an arm prints goes to folder/NAME.log. After `limit_s` seconds no arm is started, and those that run save and
-    end, for a later call to go on with; so they do at Ctrl-C and SIGTERM, which raise KeyboardInterrupt. Returns exit
-    statuses by name; an arm that fails does not stop the others, since a failure may be the result.
+    again; one that was interrupted or has fewer is resumed. One that another call runs, or that goes on though its call
+    was killed, takes a place and is waited for. Of several GPUs an arm gets the one with the fewest arms. What an arm
+    prints goes to folder/NAME.log. After `limit_s` seconds no arm is started, and those that run save and end, for a
+    later call to go on with; so they do at Ctrl-C and SIGTERM, which raise KeyboardInterrupt. Returns exit statuses by
+    name; an arm that fails does not stop the others, since a failure may be the result.
 
     Errors: ConfigError for an arm that has begun with other flags; before any is started where its flags are known by
     then, else as at Ctrl-C.
@@ -89,17 +92,24 @@ def run_arms(arms: dict[str, list[str] | Callable[[], list[str] | None]], folder
             check_begun(folder / name, known)
     folder = folder.absolute()  # train.py runs elsewhere
     visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(gpus)))
-    waiting, running, codes, started = dict(arms), {}, {}, time.monotonic()
+    waiting, running, codes, elsewhere, started = dict(arms), {}, {}, set(), time.monotonic()
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         while time.monotonic() - started <= limit_s:
-            while len(running) < parallel and (found := _next(waiting)):
+            told, elsewhere = elsewhere, set()
+            while len(running) + len(elsewhere) < parallel and (found := _next(waiting, elsewhere)):
                 name, argv = found
-                if callable(arms[name]):  # known only now
-                    check_begun(folder / name, argv)
-                (folder / name).parent.mkdir(parents=True, exist_ok=True)
+                if (log := _claim(folder / f"{name}.log")) is None:
+                    elsewhere.add(name)
+                    if name not in told:
+                        say(f"[{time.monotonic() - started:5.0f} s] {name}: runs already, by another call; waiting for "
+                            "it", flush=True)
+                    continue
+                del waiting[name]
+                check_begun(folder / name, argv)  # again: flags that are known only now, or begun by another call since
                 codes[name] = outcome(folder / name, steps)
                 if codes[name] in RESULTS:
+                    log.close()
                     continue
                 if checkpoints(folder / name):
                     argv = [*argv, "--init_from=resume"]
@@ -108,14 +118,13 @@ def run_arms(arms: dict[str, list[str] | Callable[[], list[str] | None]], folder
                     busy = [slot for _, slot, _ in running.values()]
                     slot = min(range(gpus), key=busy.count)
                     environment["CUDA_VISIBLE_DEVICES"] = visible.split(",")[slot]
-                log = open(folder / f"{name}.log", "a", encoding="utf-8")
                 command = [sys.executable, "train.py", *argv, f"--out_dir={folder / name}"]
                 log.write("$ " + " ".join(command) + "\n")
                 log.flush()
                 process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT)
                 running[name] = process, slot, log
                 say(f"[{time.monotonic() - started:5.0f} s] {name}: started", flush=True)
-            if not running:
+            if not running and not elsewhere:
                 break
             time.sleep(0.2)
             for name in [n for n, (process, _, _) in running.items() if process.poll() is not None]:
@@ -134,10 +143,20 @@ def run_arms(arms: dict[str, list[str] | Callable[[], list[str] | None]], folder
     return codes
 
 
-def _next(waiting: dict) -> tuple[str, list[str]] | None:
-    """The first arm of `waiting` that need not wait, taken out of it, and its flags."""
-    for name, argv in waiting.items():
-        if (argv := argv() if callable(argv) else argv) is not None:
-            del waiting[name]
-            return name, argv
-    return None
+def _next(waiting: dict, elsewhere: set[str]) -> tuple[str, list[str]] | None:
+    """The first arm of `waiting` that need not wait and does not run elsewhere, and its flags."""
+    return next(((name, flags) for name, argv in waiting.items() if name not in elsewhere
+                 and (flags := argv() if callable(argv) else argv) is not None), None)
+
+
+def _claim(log: Path) -> TextIO | None:
+    """An arm's log, locked; None where it is already. train.py inherits the file and with it the lock, which so lasts
+    from before its run has a folder until it ends, whatever becomes of its call."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    file = open(log, "a", encoding="utf-8")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        return None
+    return file

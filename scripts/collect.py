@@ -7,6 +7,7 @@ The runs may still be training: what they have logged so far is taken. Every scr
 import argparse
 import lzma
 import math
+import os
 import sys
 from pathlib import Path
 
@@ -48,8 +49,9 @@ def collect(run: Path, out: Path, order: bool, thinned: bool = False) -> list[Pa
     if order:
         files[f"{name}.order.bin.xz"] = lzma.compress((run / "order.bin").read_bytes())
     out.mkdir(parents=True, exist_ok=True)
-    for file, content in files.items():
-        (out / file).write_bytes(content)
+    for file, content in files.items():  # whole at any time: it may be all that is left of a machine
+        (out / f"{file}.tmp").write_bytes(content)
+        os.replace(out / f"{file}.tmp", out / file)
     return [out / file for file in files]
 
 

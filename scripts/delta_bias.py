@@ -2,11 +2,11 @@
 
     python scripts/delta_bias.py RUN --steps 2000:4000 --layer 1 --sequences 256 [--heads 2 3] [--out delta_bias.json]
 
-A checkpoint of step s reads the recorded rows of steps s, s + 1, ... until it has --sequences of them. For every head,
-means over sequences with their standard errors: the sum of delta_lp - delta_hp over a sequence (the paper's figure 5a),
-and its push, what that error does to the largest singular value of the head's W_Q (`diagnostics.bias.pushes`), beside
-what the exact gradient does. t is mean over standard error; beyond 3 either way is a bias. Losses are scaled as in
-training, so that a mean times the sequences of a step is what a step adds up.
+A checkpoint of step s reads the recorded rows of steps s, s + 1, ... until it has --sequences of them, or the last ones
+where these end before. For every head, means over sequences with their standard errors: the sum of delta_lp - delta_hp
+over a sequence (the paper's figure 5a), and its push, what that error does to the largest singular value of the head's
+W_Q (`diagnostics.bias.pushes`), beside what the exact gradient does. t is mean over standard error; beyond 3 either way
+is a bias. Losses are scaled as in training, so that a mean times the sequences of a step is what a step adds up.
 """
 
 import argparse
@@ -37,9 +37,16 @@ def measure(run: Path, steps: str, layer: int, heads: list[int] | None, sequence
     config, plan = open_run(run, dataset)
     if not 0 <= layer < config.n_layer:
         raise ConfigError(f"--layer={layer} is outside layers 0..{config.n_layer - 1}")
-    heads = heads or list(range(config.n_head))
+    heads = sorted(set(heads or range(config.n_head)))
     if not all(0 <= head < config.n_head for head in heads):
         raise ConfigError(f"--heads {' '.join(map(str, heads))}: the run has heads 0..{config.n_head - 1}")
+    if config.qk_norm or plan.specs[layer].softcap:
+        raise ConfigError("what is measured holds for scores q k / sqrt(D) with q = W_Q x, and the run has "
+                          f"{'qk_norm' if config.qk_norm else 'softcap'} between them")
+    rows = math.ceil(sequences / config.sequences_per_step)
+    if plan.order and rows > plan.order.rows:
+        raise ConfigError(f"--sequences={sequences} need the rows of {rows} steps, and {plan.order.rows} were recorded;"
+                          " choose fewer")
     set_determinism(config.seed, config.deterministic)
     layers = [AttentionLayer(spec, i, config.seed) for i, spec in enumerate(plan.specs)]
     model, lines = GPT(plan.model_args, layers).to(device), []
@@ -51,22 +58,20 @@ def measure(run: Path, steps: str, layer: int, heads: list[int] | None, sequence
         model.load_state_dict(checkpoint.strip_prefixes(state["model"]))
         for one, spec in zip(layers, specs_at(plan, step), strict=True):
             one.spec = spec
-        last = step + math.ceil(sequences / config.sequences_per_step)
-        if plan.order and last > plan.order.rows:
-            raise ConfigError(f"--sequences={sequences} from step {step} on need the rows of {last} steps, and "
-                              f"{plan.order.rows} were recorded; choose earlier --steps or fewer --sequences")
-        for at in range(step, last):
+        first = min(step, plan.order.rows - rows) if plan.order else step
+        for at in range(first, first + rows):
             offsets = row_of(config, plan, at)[:left]
             left -= len(offsets)
             for part in range(0, len(offsets), config.batch_size):
                 x, y = (t.to(device) for t in plan.tokens["train"].batch(offsets[part:part + config.batch_size],
                                                                          config.block_size))
                 frames = capture_heads(model, x, y, autocast, layer, heads, step, len(x) / config.sequences_per_step)
+                layers[layer].rng[2].fill_(at * config.sequences_per_step + part)  # no draw twice, or t is too large
                 for head, frame in zip(heads, frames, strict=True):
-                    found[head].append(pushes(frame, head_spec(layers[layer].spec, head)))
-        for head, values in found.items():
+                    found[head].append(pushes(frame, head_spec(layers[layer].spec, head), layers[layer].rng))
+        for (head, values), frame in zip(found.items(), frames, strict=True):
             line = {"step": step, "layer": layer, "head": head, "sequences": sequences,
-                    "wq_norm": torch.linalg.matrix_norm(_wq(model, layer, head).double(), 2).item()}
+                    "wq_norm": torch.linalg.matrix_norm(frame.wq.double(), 2).item()}
             for name in ("sum", "push", "gradient"):
                 one = torch.cat([value[name] for value in values])
                 mean, error = one.mean().item(), one.std().item() / math.sqrt(len(one))
@@ -76,12 +81,6 @@ def measure(run: Path, steps: str, layer: int, heads: list[int] | None, sequence
                      "tied": torch.cat([value["tied"] for value in values]).mean().item()}
             lines.append(line)
     return lines
-
-
-def _wq(model: GPT, layer: int, head: int) -> torch.Tensor:
-    attn = model.transformer.h[layer].attn
-    size = attn.c_attn.weight.shape[1] // attn.n_head
-    return attn.c_attn.weight.detach()[head * size:(head + 1) * size]
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -8,7 +8,9 @@ all heads, the monitor's signal wq_ratio.
 
 import dataclasses
 import math
+import re
 import statistics
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -96,12 +98,13 @@ def failed_by(rows: list[dict], event: str = "step_of_failure") -> tuple[list[in
 
 
 def load(path: Path, steps: int) -> Run | None:
-    """The first `steps` steps of a run, from its folder or a file that was kept of it; None before its first loss."""
+    """The first `steps` steps of a run, from its folder or a file that was kept of it; None without a loss there."""
     try:
         run = load_run(path)
     except CompareError:
         return None
-    return dataclasses.replace(run, records=[r for r in run.records if r["step"] < steps])
+    run = dataclasses.replace(run, records=[r for r in run.records if r["step"] < steps])
+    return run if run.steps else None
 
 
 def finished(run: Run, steps: int) -> bool:
@@ -168,27 +171,42 @@ def _rate(begun: list[dict], name: str, event: str) -> dict:
             "p": fewer(seeds(FIRST, False), most) if any(r["arm"] == FIRST for r in begun) else None}
 
 
-def check_alike(runs: dict[tuple[str, int], Run], arms: dict[str, Arm]) -> None:
-    """Runs of one table differ in what their arms' flags name, their seed, where and how far they ran, and in nothing
-    else. Errors: ValueError, which names the first that does."""
+def check_alike(runs: Iterable[tuple[tuple[str, int], Run]], arms: dict[str, Arm]) -> None:
+    """Runs of one table have the seed and the flags that they are filed under, and differ in what these name, where and
+    how far they ran, and in nothing else. Errors: ValueError, which names the first that does."""
     free = {"seed", "out_dir", "dataset", "init_from", "max_iters", "checkpoint_interval", "keep_checkpoints"}
     reference = None
-    for (name, seed), run in runs.items():
-        own = {flag.split("=")[0].removeprefix("--") for flag in arms[name].flags}
-        settings = dict(run.info.get("config", {}))
-        if "dataset" not in own:
+    for (name, seed), run in runs:
+        where = f"{name} of seed {seed}, in {run.folder},"
+        if not (settings := dict(run.info.get("config", {}))):
+            raise ValueError(f"{where} has no run.json or {name}.run.json, which says what it ran with; leave it out")
+        flags = dict(flag.removeprefix("--").split("=", 1) for flag in arms[name].flags)
+        resolved = dict(re.findall(r"(\w+)=([^\s,()]+)", " ".join(run.info.get("attention", [])[:1])))
+        for key, text in (flags | {"seed": str(seed)}).items():
+            value = resolved.get(key) if settings.get(key) is None else settings[key]  # None is the commit's default
+            if key != "dataset" and "{" not in text and value is not None and not _says(text, value):
+                raise ValueError(f"{where} has {key}={value}, not {text}; file it as what it is, or leave it out")
+        if "dataset" not in flags:
             settings["training data with SHA-256"] = run.info.get("data", {}).get("sha256")
-        reference = reference or (f"{name} of seed {seed}", own, settings)
-        for key in (settings.keys() & reference[2].keys()) - own - reference[1] - free:
+        reference = reference or (f"{name} of seed {seed}", flags, settings)
+        for key in (settings.keys() & reference[2].keys()) - flags.keys() - reference[1].keys() - free:
             if settings[key] != reference[2][key]:
-                raise ValueError(f"{name} of seed {seed}, in {run.folder}, is not of the experiment of {reference[0]}: "
-                                 f"{key} is {settings[key]} and {reference[2][key]}; leave one out")
+                raise ValueError(f"{where} is not of the experiment of {reference[0]}: {key} is {settings[key]} and "
+                                 f"{reference[2][key]}; leave one out")
+
+
+def _says(text: str, value) -> bool:
+    """Whether a flag's text is a config's value: "1e-5" is 0.00001."""
+    try:
+        return float(text) == float(value)
+    except ValueError:
+        return text == str(value)
 
 
 def tabulate(arms: dict[str, Arm], seeds: list[int], runs: dict[tuple[str, int], Run], steps: int) -> dict:
     """{"made_with", "proposals", "rows", "summary"} of runs by arm and seed, cut at `steps`; an arm without
     one is unfinished. Errors: ValueError as `check_alike`."""
-    check_alike(runs, arms)
+    check_alike(runs.items(), arms)
     proposals = {seed: propose(run) for seed in seeds if (run := runs.get((FIRST, seed)))
                  and run.layers(PROPOSES) and finished(run, steps)}
     rows = [row(name, seed, runs.get((name, seed)), proposals.get(seed), steps) for name in arms for seed in seeds]

@@ -25,7 +25,7 @@ from failure import failure_of
 from metrics import MetricsError, to_json
 from scripts.arms import FURTHER, RESULTS, check_arm, outcome, run_arms
 from scripts.collect import collect
-from scripts.outcomes import FAILS, FIRST, Arm, draw, finished, load, propose, tabulate
+from scripts.outcomes import FAILS, FIRST, Arm, check_alike, draw, finished, load, propose, tabulate
 from scripts.runs import Run, load_run
 from stop import EXIT_SIGINT, EXITS_STOPPED
 
@@ -99,8 +99,9 @@ def collect_experiment(arms: dict[str, Arm], args: argparse.Namespace, extra: li
         raise ValueError(f"--collect runs nothing, so {' '.join(extra)} cannot be passed on to train.py; leave it out")
     candidates, left_out = {}, set()
     for folder in (args.out, *args.collect):
-        paths = [*(log.parent for log in folder.glob("seed[0-9]*/*/metrics.jsonl")),
-                 *folder.glob("seed[0-9]*/*.jsonl.xz")]
+        paths = [path for path in (*(log.parent for log in folder.glob("seed*/*/metrics.jsonl")),
+                                   *folder.glob("seed*/*.jsonl.xz"))
+                 if path.parent.name.removeprefix("seed").isdecimal()]
         if not paths and (folder in args.collect or not args.collect):
             raise ValueError(f"{folder} has no runs, seedN/ARM/metrics.jsonl or seedN/ARM.jsonl.xz; give the --out of "
                              "an experiment")
@@ -110,6 +111,7 @@ def collect_experiment(arms: dict[str, Arm], args: argparse.Namespace, extra: li
                 left_out.add(f"seed{seed}/{name}")
             elif run := load(path, args.steps):
                 candidates.setdefault((name, seed), []).append((path, run))
+    check_alike(((key, run) for key, several in candidates.items() for _, run in several), arms)
     chosen = {key: _choose(several, args.steps) for key, several in candidates.items()}
     table = tabulate(arms, args.seeds, {key: run for key, (_, run) in chosen.items()}, args.steps)
     for (_, seed), (path, _) in chosen.items():
@@ -169,6 +171,7 @@ def make(arms: dict[str, Arm], args: argparse.Namespace, extra: list[str], path:
     if FIRST not in arms and any("{" in flag for arm in arms.values() for flag in arm.flags):
         arms = {FIRST: Arm((), FAILS, "3.1")} | arms
     flags = ("arms", "datasets", "learning_rates", "batch_sizes", "seeds", "steps")
+    args.seeds = list(dict.fromkeys(args.seeds))  # one that is given twice counts once
     found = {"flags": {name: getattr(args, name) for name in flags if hasattr(args, name)}}
     try:
         found |= (run_experiment if args.collect is None else collect_experiment)(arms, args, extra)

@@ -194,3 +194,9 @@ def test_factor_entropy(D):
     expected = weights.spectral_entropy(torch.linalg.svdvals(f))
     np.testing.assert_allclose(weights.factor_entropy(f), expected, atol=2e-6)
     np.testing.assert_allclose(weights.factor_entropy(f[None])[0], expected, atol=2e-6)
+
+
+@pytest.mark.parametrize("heads", [[torch.nan, 1.0], [1.0, torch.nan]])
+def test_a_layers_entropy_is_nan_where_a_heads_is(heads):
+    row = [0.0] * 3 * len(weights.KINDS) + [0.0] * 2 * H + heads + [0.0] * 2 * H
+    assert np.isnan(as_record([row])["probe/qk_entropy/layer0"])

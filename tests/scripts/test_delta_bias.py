@@ -1,5 +1,6 @@
 """delta_bias.py against the gradient that autograd finds, and against coherence's matrices, on a tiny run."""
 
+import dataclasses
 import json
 import math
 
@@ -18,9 +19,9 @@ from tests.scripts.test_diagnose import D, T, flags, run  # noqa: F401  the fixt
 B = 5
 
 
-def frame_of(spec: AttentionSpec, head: int):
+def frame_of(spec: AttentionSpec, head: int, **options):
     torch.manual_seed(0)
-    model = GPT(GPTConfig(n_layer=2, n_head=2, n_embd=32, block_size=T, vocab_size=256),
+    model = GPT(GPTConfig(n_layer=2, n_head=2, n_embd=32, block_size=T, vocab_size=256, **options),
                 [AttentionLayer(spec, i) for i in range(2)])
     with torch.no_grad():
         for block in model.transformer.h:
@@ -29,11 +30,12 @@ def frame_of(spec: AttentionSpec, head: int):
     return model, x, y, capture(model, x, y, torch.autocast("cpu", enabled=False), 1, head, 0)
 
 
-@pytest.mark.parametrize("head", [0, 1])
-def test_the_exact_gradient_is_autograds(head):
+@pytest.mark.parametrize("head, options", [(0, {}), (1, {}), (0, {"bias": True}), (1, {"gated_attention": True}),
+                                           (0, {"qk_clip": 1.0})])
+def test_the_exact_gradient_is_autograds(head, options):
     """-dW_Q of FP32 attention along W_Q's first singular pair, by a backward pass through the whole model."""
     spec = AttentionSpec("flash_fp32", tile_q=32, tile_k=32)
-    model, x, y, frame = frame_of(spec, head)
+    model, x, y, frame = frame_of(spec, head, **options)
     model(x, y)[1].backward()
     weight = model.transformer.h[1].attn.c_attn.weight
     part = slice(head * D, (head + 1) * D)
@@ -58,21 +60,46 @@ def test_the_push_is_that_of_the_summed_matrices():
     assert (found["size"] > 0).all() and (found["push"].abs() <= found["size"] * math.sqrt(T) * (1 + 1e-9)).all()
 
 
+def test_stochastic_rounding_draws_anew():
+    """Two batches of the same sequences have other errors, and the exact gradient that they have."""
+    spec = AttentionSpec("flash_bf16", output="stochastic", tile_q=32, tile_k=32)
+    *_, frame = frame_of(spec, 0)
+    one, two = (pushes(frame, spec, torch.tensor([0, 1, draw])) for draw in (0, 5))
+    assert not torch.equal(one["push"], two["push"]) and torch.equal(one["gradient"], two["gradient"])
+
+
 def test_a_run(run, capsys):  # noqa: F811
-    """Both checkpoints, every head; more sequences than a step has come from the steps that follow."""
+    """Both checkpoints, every head; more sequences than a step has come from the steps that follow, or, as the run
+    ends, the last ones. A head given twice is one."""
     assert delta_bias.main([str(run), "--steps", "4:8", "--sequences", "12", "--device", "cpu"]) == 0
     rows = json.loads((run / "delta_bias.json").read_text())["rows"]
     assert [(r["step"], r["layer"], r["head"]) for r in rows] == [(4, 1, 0), (4, 1, 1), (8, 1, 0), (8, 1, 1)]
     assert all(r["sequences"] == 12 and r["wq_norm"] > 0 and r["sum_se"] > 0 and 0 <= r["tied"] < 1 for r in rows)
     assert all(r["push_t"] == pytest.approx(r["push"] / r["push_se"]) for r in rows)
     assert "written to" in capsys.readouterr().out
+    argv = [str(run), "--steps", "12", "--sequences", "12", "--heads", "1", "1", "--device", "cpu"]
+    assert delta_bias.main(argv) == 0
+    (last,) = json.loads((run / "delta_bias.json").read_text())["rows"]
+    assert (last["step"], last["sequences"]) == (12, 12)
 
 
 @pytest.mark.parametrize("argv, words", [(["--sequences", "1"], "--sequences=1 must be at least 2"),
                                          (["--layer", "2"], "--layer=2 is outside layers 0..1"),
                                          (["--heads", "1", "2"], "--heads 1 2: the run has heads 0..1"),
-                                         (["--steps", "12"], "need the rows of 44 steps, and 12 were recorded"),
+                                         (["--steps", "12"], "need the rows of 32 steps, and 12 were recorded"),
                                          (["--steps", "5"], "no checkpoint of step 5")])
 def test_what_a_user_can_change(run, argv, words, capsys):  # noqa: F811
     assert delta_bias.main([str(run), "--device", "cpu", *argv]) == 2
     assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["qk_norm", "softcap"])
+def test_a_run_with_something_between_w_q_and_the_scores_is_refused(run, monkeypatch, capsys, option):  # noqa: F811
+    config, plan = delta_bias.open_run(run)
+    if option == "softcap":
+        plan.specs[:] = [dataclasses.replace(spec, softcap=5.0) for spec in plan.specs]
+    else:
+        config = dataclasses.replace(config, qk_norm=True)
+    monkeypatch.setattr(delta_bias, "open_run", lambda *_: (config, plan))
+    assert delta_bias.main([str(run), "--device", "cpu"]) == 2
+    assert f"the run has {option} between them" in capsys.readouterr().err

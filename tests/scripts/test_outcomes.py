@@ -138,7 +138,8 @@ def write_run(folder, seed, steps, fails_at=None, probe=True, session=0, **confi
     draw, folder = random.Random(f"{folder.name} {seed}"), Path(folder)
     folder.mkdir(parents=True)
     header = {"config": {"seed": seed, "batch_size": 64, "out_dir": str(folder), "max_iters": steps} | config,
-              "data": {"sha256": "d1"}, "git_commit": "c1", "device_name": "GPU", "sessions": [{"exit_code": session}]}
+              "attention": [f"flash_bf16 delta={config.get('delta') or 'do_o'}"], "data": {"sha256": "d1"},
+              "git_commit": "c1", "device_name": "GPU", "sessions": [{"exit_code": session}]}
     (folder / "run.json").write_text(json.dumps(header))
     with (folder / "metrics.jsonl").open("w") as log:
         for step in range(fails_at + 1 if fails_at else steps):
@@ -185,6 +186,7 @@ def test_a_table_of_fewer_steps_forgets_what_came_after(tmp_path):
 
 @pytest.mark.parametrize("seed, change, message", [
     (2, {"batch_size": 32}, "in {b}, is not of the experiment of delta_dp_p of seed 1: batch_size is 32 and 64; leave"),
+    (1, {"batch_size": 32}, "in {b}, is not of the experiment of delta_dp_p of seed 1: batch_size is 32 and 64; leave"),
     (1, {"fails_at": 60}, "finished runs of one arm and seed differ: {a} is stable, {b} failed at step 60; leave all")])
 def test_runs_that_do_not_belong_together_are_refused(tmp_path, capsys, seed, change, message):
     a = write_run(tmp_path / "a/seed1/delta_dp_p", 1, 100, delta="dp_p")
@@ -192,6 +194,35 @@ def test_runs_that_do_not_belong_together_are_refused(tmp_path, capsys, seed, ch
     flags = ["--collect", str(tmp_path / "a"), str(tmp_path / "b")]
     assert table_of(tmp_path / "out", *flags) == 2 and not (tmp_path / "out").exists()
     assert message.format(a=a, b=b) in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("filed, seed, header, message", [
+    ("delta_dp_p", 1, {"delta": "do_o"}, "has delta=do_o, not dp_p; file it as what it is, or leave it out"),
+    ("delta_dp_p", 1, {"delta": None}, "has delta=do_o, not dp_p; file it"),
+    ("flash_bf16", 2, {"seed": 1}, "has seed=1, not 2; file it"),
+    ("delta_dp_p", 1, None, "has no run.json or delta_dp_p.run.json, which says what it ran with; leave it out")])
+def test_runs_filed_as_what_they_are_not_are_refused(tmp_path, capsys, filed, seed, header, message):
+    write_run(tmp_path / "a/seed1/flash_bf16", 1, 100)
+    run = write_run(tmp_path / f"a/seed{seed}/{filed}", **{"seed": seed, "steps": 100} | (header or {}))
+    if header is None:
+        (run / "run.json").unlink()
+    assert table_of(tmp_path / "out", "--collect", str(tmp_path / "a")) == 2 and not (tmp_path / "out").exists()
+    assert f"{filed} of seed {seed}, in {run}, {message}" in capsys.readouterr().err
+
+
+def test_odd_folders(tmp_path, capsys):
+    """Names that are no seeds, a seed given twice, a run that began after --steps, and a log that was cut off."""
+    write_run(tmp_path / "seed1/flash_bf16", 1, 100, fails_at=70)
+    write_run(tmp_path / "seed1old/flash_bf16", 1, 100)
+    late = write_run(tmp_path / "seed2/flash_bf16", 2, 200) / "metrics.jsonl"
+    late.write_text("".join(late.read_text().splitlines(keepends=True)[150:]))
+    found = table_of(tmp_path, "--collect", seeds=(1, 1, 2), arms=("flash_bf16",))
+    assert [(r["seed"], r["failed"]) for r in found["rows"]] == [(1, True), (2, None)]
+    assert (found["flags"]["seeds"], found["summary"][0]["finished"]) == ([1, 2], 1)
+    kept, = collect(tmp_path / "seed1/flash_bf16", tmp_path / "seed3", order=False)[:1]
+    kept.write_bytes(kept.read_bytes()[:-20])
+    assert table_of(tmp_path, "--collect", seeds=(3,)) == 2
+    assert f"{kept} cannot be read: Compressed file ended" in capsys.readouterr().err
 
 
 def test_a_folder_without_runs_and_runs_left_out_are_told(tmp_path, capsys):
@@ -224,7 +255,7 @@ def test_thinned_logs_keep_losses_and_ties_and_may_be_thinned_again(tmp_path):
 def test_a_grid_has_a_row_of_panels_a_corpus(tmp_path):
     for corpus in ("novels", "web"):
         write_run(tmp_path / f"seed1/scores_pv_{corpus}_0.003_32", 1, 100, dataset=corpus, batch_size=32,
-                  fails_at=70 if corpus == "web" else None)
+                  delta="dp_p", fails_at=70 if corpus == "web" else None)
     argv = ["--datasets", "x/novels", "y/web", "--learning_rates", "3e-3", "--batch_sizes", "32", "--arms", "scores_pv",
             "--steps", "100", "--out", str(tmp_path), "--collect"]
     assert grid.main(argv) == 0

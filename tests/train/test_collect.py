@@ -1,5 +1,6 @@
 """What is kept of a run says what the run's own files say; the full-scale script, on two ranks of a CPU."""
 
+import lzma
 import os
 import subprocess
 import sys
@@ -41,8 +42,8 @@ def test_full_scale_runs_ends_in_time_and_goes_on(runner, corpus):
 
     first = call("0.4", 1_000_000)
     assert "ended with status 124" in first.stdout, first.stderr
-    steps = [r["step"] for r in read_metrics(results / "full.jsonl.xz")]
-    assert steps and (results / "full.order.bin.xz").stat().st_size > 0
+    assert read_metrics(results / "full.jsonl.xz") == read_metrics(out) != []  # to the step at which it stopped
+    assert lzma.decompress((results / "full.order.bin.xz").read_bytes()) == (out / "order.bin").read_bytes()
     done = len(read_metrics(out))
     second = call("10", done + 20)
     assert "ended with status 0" in second.stdout, second.stderr

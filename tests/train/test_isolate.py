@@ -194,6 +194,25 @@ def test_an_interrupted_experiment_leaves_no_arm_running_and_a_table(runner, one
     assert table(folder)["failed"] is None
 
 
+@pytest.mark.parametrize("kill", [True, False])
+def test_an_arm_that_runs_already_is_waited_for(runner, one_arm, kill):
+    """The same command again, at once: after a kill -9, whose arm goes on by itself, and beside a call that goes on."""
+    folder, argv = one_arm
+    command = [sys.executable, "scripts/isolate.py", *argv(200)]
+    log, deadline = folder / "seed1/pv_fp32.log", time.monotonic() + 60
+    first = runner.start(command)
+    while not (log.exists() and log.read_text()):  # its train.py has no folder yet
+        assert first.poll() is None and time.monotonic() < deadline
+        time.sleep(0.01)
+    if kill:
+        first.kill()
+    second = runner.start(command)
+    said = second.communicate(timeout=120)
+    assert second.returncode == 0 and "seed1/pv_fp32: runs already, by another call; waiting for it" in said[0], said
+    assert first.wait(timeout=60) == (-signal.SIGKILL if kill else 0)
+    assert log.read_text().count("train.py") == 1 and table(folder)["last_step"] == 199
+
+
 def test_an_arm_that_has_begun_with_other_flags_is_refused(one_arm, capsys):
     folder, argv = one_arm
     assert isolate.main(isolate.__doc__, ARMS, "", "isolation.json", argv(2)) == 0
