@@ -37,7 +37,11 @@ ARMS = {
     "fixed_ln_2": Arm(("--attention=stabilized", "--stabilizer=fixed", f"--fixed_shift={math.log(2)!r}")),
     "shift_cap_17_ln_2": Arm(("--attention=stabilized", f"--shift_cap={17 * math.log(2)!r}")),
     "output_fp32": Arm(("--output=fp32", "--pv=fp32"), STABLE, "3.2"),
+    # Errors as large as BF16's, without a sign: of O's last rounding, of the additions of P V, of both.
     "output_stochastic": Arm(("--output=stochastic",)),
+    "pv_stochastic": Arm(("--pv=stochastic",)),
+    "pv_output_stochastic": Arm(("--pv=stochastic", "--output=stochastic")),
+    "pv_fp32_output_stochastic": Arm(("--pv=fp32", "--output=stochastic")),
     "pv_fp32": Arm(("--pv=fp32",), STABLE, "3.3.2"),
     "scores_fp32": Arm(("--scores=fp32",)),
     "qk_norm": Arm(("--qk_norm=True",)),

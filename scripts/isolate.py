@@ -17,6 +17,8 @@ from scripts.rates import main
 
 ARMS = {
     "flash_bf16": Arm((), FAILS, "3.1"),
+    # the authors' released code: one tile, and the row sum that eager PyTorch keeps in BF16
+    "released_code": Arm(("--row_sum=bf16", "--tile_q=512", "--tile_k=512"), FAILS, "code"),
     "no_tiling": Arm(("--tile_k=full",), FAILS, "3.2"),
     "flash_in_that_layer_only": Arm(("--attention_override={layer}=flash_bf16,default=standard",), FAILS, "3.2"),
     "standard_in_that_layer": Arm(("--attention_override={layer}=standard",), STABLE, "3.2"),
