@@ -243,8 +243,8 @@ def _prune(out_dir: Path, step: int, keep: int) -> None:
         stale = later.with_name(later.name + ".stale")
         os.replace(later, stale)
         print(f"{later} is of a later step than {step}, which this run was rewound to; renamed to {stale.name}")
-    # Two at most: a run that is resumed with a smaller `keep`, maybe by oversight, does not lose all others at once; and
-    # one that was killed between a save and this has one too many.
+    # Two at most: a run that is resumed with a smaller `keep`, maybe by oversight, does not lose all others at once;
+    # and one that was killed between a save and this has one too many.
     for old in older[:-keep][:2]:
         old.unlink()
 
