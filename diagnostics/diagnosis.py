@@ -15,8 +15,10 @@ SHOWN = 24  # positions of a row that figure 6c shows around its largest step
 def diagnose(scene: Scene) -> dict:
     """All numbers of figures 3, 4, 5, 6, 11, 12, 13 and the tables beside them.
 
-    Keys: layer, head, attention, steps, captured_equals_emulated, ties, rounding, synthetic, shares, coherence, figure3
-    ... figure13. Sums of delta are of the frame's sequences; `per_step` scales them to all sequences of a step.
+    Keys: layer, head, attention, between (what lies between W_Q x and the scores, so that `coherence`, which takes
+    them for q k / sqrt(D) with q = W_Q x, is not of W_Q), steps, captured_equals_emulated, ties, rounding, synthetic,
+    shares, coherence, figure3 ... figure13. Sums of delta are of the frame's sequences; `per_step` scales
+    them to all sequences of a step.
     """
     pairs = [both(f.q, f.k, f.v, scene.spec, f.do) for f in scene.frames]
     ones = [maxima(pair.s, "one") for pair in pairs]
@@ -24,6 +26,7 @@ def diagnose(scene: Scene) -> dict:
     last, frame, layers = pairs[-1], scene.frames[-1], range(len(scene.surveys[-1].ties))
     found = {
         "name": scene.name, "layer": scene.layer, "head": scene.head, "attention": scene.spec.describe(),
+        "between": ["qk_norm"] * scene.qk_norm + ["softcap"] * bool(scene.spec.softcap),
         "steps": [f.step for f in scene.frames], "sequences": len(frame.tokens), "tokens": frame.tokens.shape[1],
         # How far the run's own kernel is from the emulation that lp is: compared as stored.
         "captured_equals_emulated": [(f.o.double() == pair.o_lp).double().mean().item()

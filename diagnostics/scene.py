@@ -68,7 +68,8 @@ class Frame:
 class Scene:
     """spec is the head's own. sequences_per_step: of the run, so that a frame's B sequences can be scaled to a step.
     history: series of the run's log, name -> [steps, values]: val_loss, ties/layer{i}, wq_norm/layer{i} and
-    norm_KIND/layer{i}, as far as they were logged (`probes.probe` and `spectra.Spectra.record` say what they are)."""
+    norm_KIND/layer{i}, as far as they were logged (`probes.probe` and `spectra.Spectra.record` say what they are).
+    qk_norm: whether the model normalises q and k, so that q is not W_Q x."""
 
     name: str
     layer: int
@@ -78,6 +79,7 @@ class Scene:
     surveys: list[Survey]
     frames: list[Frame]
     history: dict = field(default_factory=dict)
+    qk_norm: bool = False
 
 
 @torch.no_grad()
@@ -173,7 +175,7 @@ def save(scene: Scene, path: str | Path) -> Path:
     float32, tokens as int32; numbers and names as JSON."""
     head = {"version": VERSION, "name": scene.name, "layer": scene.layer, "head": scene.head, "spec": scene.spec.key,
             "sequences_per_step": scene.sequences_per_step, "surveys": [asdict(s) for s in scene.surveys],
-            "steps": [f.step for f in scene.frames], "history": scene.history}
+            "steps": [f.step for f in scene.frames], "history": scene.history, "qk_norm": scene.qk_norm}
     arrays = {f"{name}_{i}": _pack(getattr(frame, name)) for i, frame in enumerate(scene.frames) for name in TENSORS}
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -199,7 +201,7 @@ def load(path: str | Path) -> Scene:
     except Exception as error:  # zip, json and numpy each have their own; every one means: no scene
         raise SceneError(f"{path} is no scene that can be read ({error}); capture it again") from None
     return Scene(head["name"], head["layer"], head["head"], from_key(head["spec"]), head["sequences_per_step"],
-                 [Survey(**one) for one in head["surveys"]], frames, head["history"])
+                 [Survey(**one) for one in head["surveys"]], frames, head["history"], head.get("qk_norm", False))
 
 
 def _pack(x: Tensor) -> np.ndarray:

@@ -55,6 +55,9 @@ def words(found: dict) -> str:
             f"{norm['before']:.3g} to {norm['after']:.3g}; the part of the change that lies along the error alone "
             f"takes it to {norm['along']:.3g}"
             + ("." if norm["share"] is None else f", {norm['share']:.0%} of the way."))
+    if between := found["between"]:
+        lines.append(f"\nThis run has {' and '.join(between)} between W_Q x and the scores, which coherence and growth "
+                     "leave out: their matrices, errors and shares are not those of W_Q.")
     lines += ["", "Rounding of P V by ones in the row and the sign of V there, signed means:", "",
               "| ones | V at ones | entries | (PV)_lp - (PV)_hp | away from zero | O_lp - O_hp |",
               "|---|---|---|---|---|---|"]

@@ -111,7 +111,8 @@ def capture_run(run: Path, steps: str = ":", layer: int | None = None, head: int
                               f"{frames[-1].step}, which one diagnosis cannot mix; choose one side with --steps")
         frames.append(capture(model, x, y, autocast, layer, head, step, len(x) / config.sequences_per_step, tokens))
     return Scene(config.wandb_run_name or run.resolve().name, layer, head, head_spec(layers[layer].spec, head),
-                 config.sequences_per_step, surveys[::-1], frames[::-1], _history(run, config.n_layer))
+                 config.sequences_per_step, surveys[::-1], frames[::-1], _history(run, config.n_layer),
+                 config.qk_norm)
 
 
 def specs_at(plan: Plan, step: int) -> list[AttentionSpec]:

@@ -19,7 +19,9 @@ import checkpoint
 from attention import AttentionLayer, AttentionSpec
 from attention.rounding import round_bf16
 from config import Config
+from diagnostics import diagnosis
 from diagnostics import scene as scenes
+from diagnostics.words import words
 from model import GPT, GPTConfig
 from replay.order import OrderFile
 from replay.switches import Switch, plain
@@ -297,6 +299,14 @@ def test_worst_head_rule():
     assert (scenes.OUTLIER, scenes.TIED) == (default.monitor_wq_ratio, default.monitor_ties)
 
 
+def test_what_lies_between_w_q_and_the_scores_is_told(run):
+    """Coherence and growth take q for W_Q x; the page of a run where that is not so says it."""
+    scene = diagnose.capture_run(run, "4", 1, 0, 2)
+    assert "between W_Q x and the scores" not in words(diagnosis.diagnose(scene))
+    scene.qk_norm, scene.spec = True, dataclasses.replace(scene.spec, softcap=30.0)
+    assert "has qk_norm and softcap between W_Q x and the scores" in words(diagnosis.diagnose(scene))
+
+
 def test_a_scene_loses_nothing(tmp_path):
     """Values BF16 can hold are stored in two bytes, others in four, all exactly; non-finite models are refused."""
     draw = torch.Generator().manual_seed(0)
@@ -306,7 +316,7 @@ def test_a_scene_loses_nothing(tmp_path):
     scene = scenes.Scene("a", 1, 2, AttentionSpec(stabilizer="capped"), 8,
                          [scenes.Survey(3, [[[1.0]] * 3], {"W_Q": [1.0]}, [[0.5]], [[0.25]], {"one": [[0.5]]}, 10)],
                          [frame],
-                         {"l": [[], []]})
+                         {"l": [[], []]}, qk_norm=True)
     path = scenes.save(scene, tmp_path / "a" / "scene.npz")
     with np.load(path) as file:
         assert file["q_0"].dtype == np.uint16 and file["x_0"].dtype == np.float32
