@@ -23,7 +23,8 @@ from metrics import read_run, to_json
 FURTHER = "Every other --key=value goes to train.py, whose keys python train.py --help lists."  # of a script's --help
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = (0, 3, 4)  # train.py's exit statuses that are an outcome: finished, non-finite, failed by the rule
-MAY_CHANGE = ("out_dir", "init_from", "max_iters", "replay", "checkpoint_interval", "keep_checkpoints")  # between sessions
+# Between the sessions of an arm.
+MAY_CHANGE = ("out_dir", "init_from", "max_iters", "replay", "checkpoint_interval", "keep_checkpoints")
 
 
 def last_step(run: Path) -> int | None:
