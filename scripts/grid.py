@@ -16,7 +16,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from scripts.outcomes import Arm
-from scripts.rates import make, parser
+from scripts.rates import make, parse, parser
 
 ROUNDED = {  # what stays rounded to BF16 beside operands and probabilities, by the flags that take the rest away
     "scores_pv_delta": (),
@@ -69,7 +69,7 @@ def main(argv: list[str] | None = None) -> int:
     options.add_argument("--datasets", nargs="+", metavar="FOLDER", help="corpora, instead of --dataset")
     options.add_argument("--learning_rates", type=float, nargs="+", default=[3e-3, 4e-3, 6e-3])
     options.add_argument("--batch_sizes", type=int, nargs="+", default=[32, 64], help="sequences a step")
-    args, extra = options.parse_known_args(argv)
+    args, extra = parse(options, ROUNDED, "grid.json", argv)
     folders = args.datasets or [args.dataset]
     corpora = {Path(folder).name: folder for folder in folders}
     if len(corpora) < len(folders):

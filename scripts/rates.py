@@ -8,11 +8,13 @@ calling again goes on. With --collect it only reads what earlier calls left, on 
     python scripts/isolate.py --collect FOLDER ... --out results/mini/rates/isolation   # merge calls, keep their logs
     python scripts/isolate.py --collect --out results/mini/rates/isolation              # the table again, from these
 
-with the --arms, --seeds and --steps of the runs. Everything in the table and figure comes from the runs' logs.
+with the --arms, --seeds and --steps of the runs, or, where --out has a table already, with its own by default.
+Everything in table and figure comes from the runs' logs.
 """
 
 import argparse
 import functools
+import json
 import math
 import sys
 import time
@@ -51,6 +53,22 @@ def parser(description: str, out: str, arms: Iterable[str]) -> argparse.Argument
                        help="run nothing: the table of the runs in --out and in these folders, each the --out of an "
                             "earlier call or what was kept of one; keeps their logs, thinned, in --out")
     return found
+
+
+def parse(options: argparse.ArgumentParser, arms: Iterable[str], file: str,
+          argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
+    """What options.parse_known_args returns; with --collect, what is not given is as in the table OUT/file, if any."""
+    args, _ = options.parse_known_args(argv)
+    table = args.out / file
+    if args.collect is not None and table.exists():
+        try:
+            options.set_defaults(**json.loads(table.read_text(encoding="utf-8"))["flags"])
+        except (ValueError, KeyError, TypeError) as error:
+            options.error(f"{table} is no table of this script ({error!r}); move it away")
+    args, extra = options.parse_known_args(argv)
+    if unknown := [name for name in args.arms if name not in arms]:
+        options.error(f"{table} has arms that are not known any more: {', '.join(unknown)}; give --arms")
+    return args, extra
 
 
 def run_experiment(arms: dict[str, Arm], args: argparse.Namespace, extra: list[str]) -> dict:
@@ -190,5 +208,5 @@ def make(arms: dict[str, Arm], args: argparse.Namespace, extra: list[str], path:
 def main(description: str, arms: dict[str, Arm], out: str, file: str, argv: list[str] | None = None) -> int:
     """A script of one experiment: parses, runs or collects, writes OUT/FILE and a figure. Further --key=value go to
     train.py."""
-    args, extra = parser(description, out, arms).parse_known_args(argv)
+    args, extra = parse(parser(description, out, arms), arms, file, argv)
     return make({name: arms[name] for name in args.arms}, args, extra, args.out / file)

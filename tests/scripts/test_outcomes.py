@@ -304,6 +304,21 @@ def test_an_arm_that_waits_is_refused_where_it_began_with_other_flags(tmp_path, 
     assert started == ended == ([] if known else ["first"])
 
 
+def test_a_bare_collect_makes_the_table_that_is_there_again(tmp_path, capsys):
+    write_run(tmp_path / "seed2/flash_bf16", 2, 100, fails_at=70)
+    found = table_of(tmp_path, "--collect", seeds=(2,), arms=("flash_bf16",))
+    assert rates.main("", isolate.ARMS, "", "isolation.json", ["--out", str(tmp_path), "--collect"]) == 0
+    assert json.loads((tmp_path / "isolation.json").read_text()) == found and len(found["rows"]) == 1
+    wider = table_of(tmp_path, "--collect", seeds=(2, 3), arms=("flash_bf16",))
+    assert len(wider["rows"]) == 2, "what is given wins"
+    for text, words in (("[]", "is no table of this script"),
+                        (json.dumps({"flags": found["flags"] | {"arms": ["gone"]}}), "not known any more: gone")):
+        (tmp_path / "isolation.json").write_text(text)
+        with pytest.raises(SystemExit):
+            rates.main("", isolate.ARMS, "", "isolation.json", ["--out", str(tmp_path), "--collect"])
+        assert words in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("path", sorted((ROOT / "results/mini/rates").glob("*/*.json")), ids=lambda path: path.stem)
 def test_tables_in_results_are_those_of_the_logs_beside_them(path, tmp_path):
     """The command that results/ documents, with the flags that each table holds, on links to the kept logs."""
