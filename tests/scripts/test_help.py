@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
-TAKES_MORE = sorted(path.stem for path in SCRIPTS.glob("*.py")
-                    if re.search(r"parse_known_args|from scripts.rates import", path.read_text()) and path.stem != "rates")
+MORE = r"parse_known_args|from scripts.rates import"
+TAKES_MORE = sorted(path.stem for path in SCRIPTS.glob("*.py") if path.stem != "rates"
+                    and re.search(MORE, path.read_text()))
 
 
 def test_which_they_are():
