@@ -14,10 +14,19 @@ def start() -> concurrent.futures.ProcessPoolExecutor:
     pool = concurrent.futures.ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"))
     os.environ["TRITON_INTERPRET"] = "1"
     try:
-        pool.submit(int).result()
+        pool.submit(_settle).result()
     finally:
         del os.environ["TRITON_INTERPRET"]
     return pool
+
+
+def _settle() -> None:
+    import torch
+
+    from determinism import settle_math
+
+    settle_math()
+    torch.set_num_threads(1)
 
 
 def run(which: str, q, k, v, do, rng, spec_key: str, stats: bool) -> dict:
