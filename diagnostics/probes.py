@@ -73,7 +73,7 @@ def measure(model: nn.Module, idx: Tensor, autocast) -> Tensor:
     layers = [m for m in model.modules() if isinstance(m, AttentionLayer)]
     stats = [attend(*inputs[i], layer.spec, layer.rng, stats=True)[1] for i, layer in enumerate(layers)]
     ties, row_max = torch.stack([one.ties for one in stats]), torch.stack([one.row_max for one in stats])
-    norms = wq_norms(torch.stack([block.c_attn.weight for block in blocks]), ties.shape[2])
+    norms = wq_norms(torch.stack([block.c_attn.weight[:block.c_attn.in_features] for block in blocks]), ties.shape[2])
     return torch.stack([(ties > 1).double().mean((1, 3)), row_max.double().amax((1, 3)), norms])
 
 

@@ -19,15 +19,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 
 import checkpoint
-from attention import AttentionLayer
 from config import ConfigError
-from determinism import set_determinism
 from diagnostics.bias import pushes
 from diagnostics.precision import head_spec
 from diagnostics.scene import capture_heads
 from metrics import MetricsError, to_json
-from model import GPT
-from scripts.diagnose import chosen, open_run, row_of, specs_at
+from scripts.diagnose import chosen, models_of, open_run, row_of
 
 
 def measure(run: Path, steps: str, layer: int, heads: list[int] | None, sequences: int, device: str,
@@ -47,17 +44,9 @@ def measure(run: Path, steps: str, layer: int, heads: list[int] | None, sequence
     if plan.order and rows > plan.order.rows:
         raise ConfigError(f"--sequences={sequences} need the rows of {rows} steps, and {plan.order.rows} were recorded;"
                           " choose fewer")
-    set_determinism(config.seed, config.deterministic)
-    layers = [AttentionLayer(spec, i, config.seed) for i, spec in enumerate(plan.specs)]
-    model, lines = GPT(plan.model_args, layers).to(device), []
-    dtype = getattr(torch, config.dtype)
-    autocast = torch.autocast(torch.device(device).type, dtype, enabled=dtype != torch.float32)
-    for path in paths:
-        state = checkpoint.load(path)
-        step, left, found = state["step"], sequences, {head: [] for head in heads}
-        model.load_state_dict(checkpoint.strip_prefixes(state["model"]))
-        for one, spec in zip(layers, specs_at(plan, step), strict=True):
-            one.spec = spec
+    lines = []
+    for step, model, layers, autocast in models_of(config, plan, paths, device):
+        left, found = sequences, {head: [] for head in heads}
         first = min(step, plan.order.rows - rows) if plan.order else step
         for at in range(first, first + rows):
             offsets = row_of(config, plan, at)[:left]

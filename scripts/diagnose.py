@@ -14,6 +14,7 @@ import argparse
 import dataclasses
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that the script runs from anywhere
@@ -89,24 +90,14 @@ def capture_run(run: Path, steps: str = ":", layer: int | None = None, head: int
     if layer is not None and not (0 <= layer < config.n_layer and 0 <= head < config.n_head):
         raise ConfigError(f"--layer={layer} --head={head} is outside layers 0..{config.n_layer - 1}, heads "
                           f"0..{config.n_head - 1}")
-    set_determinism(config.seed, config.deterministic)  # every product outside attention as it was in training
-    layers = [AttentionLayer(spec, i, config.seed) for i, spec in enumerate(plan.specs)]
-    model = GPT(plan.model_args, layers).to(device)
-    dtype = getattr(torch, config.dtype)
-    autocast = torch.autocast(torch.device(device).type, dtype, enabled=dtype != torch.float32)
     surveys, frames = [], []
-    for path in reversed(paths):  # the last one says which head to keep
-        state = checkpoint.load(path)
-        step = state["step"]
-        model.load_state_dict(checkpoint.strip_prefixes(state["model"]))
-        for one, spec in zip(layers, specs_at(plan, step), strict=True):
-            one.spec = spec
+    for step, model, layers, autocast in models_of(config, plan, paths[::-1], device):  # the last one says which head
         x, y = (t.to(device) for t in plan.tokens["train"].batch(row_of(config, plan, step)[:sequences],
                                                                  config.block_size))
         surveys.append(survey(model, x, autocast, step))
         if layer is None:
             layer, head = worst_head(surveys[0])
-        if frames and layers[layer].spec != specs_at(plan, frames[0].step)[layer]:
+        if frames and layers[layer].spec != _specs(plan, frames[0].step)[layer]:
             raise ConfigError(f"layer {layer} was switched to another attention between steps {step} and "
                               f"{frames[-1].step}, which one diagnosis cannot mix; choose one side with --steps")
         frames.append(capture(model, x, y, autocast, layer, head, step, len(x) / config.sequences_per_step, tokens))
@@ -115,7 +106,23 @@ def capture_run(run: Path, steps: str = ":", layer: int | None = None, head: int
                  config.qk_norm)
 
 
-def specs_at(plan: Plan, step: int) -> list[AttentionSpec]:
+def models_of(config, plan: Plan, paths: list[Path], device: str) -> Iterator[tuple]:
+    """(step, model, its attention layers, autocast) of each checkpoint in turn, as training had them: one model, which
+    the next turn loads anew."""
+    set_determinism(config.seed, config.deterministic)  # every product outside attention too
+    layers = [AttentionLayer(spec, i, config.seed) for i, spec in enumerate(plan.specs)]
+    model = GPT(plan.model_args, layers).to(device)
+    dtype = getattr(torch, config.dtype)
+    autocast = torch.autocast(torch.device(device).type, dtype, enabled=dtype != torch.float32)
+    for path in paths:
+        state = checkpoint.load(path)
+        model.load_state_dict(checkpoint.strip_prefixes(state["model"]))
+        for one, spec in zip(layers, _specs(plan, state["step"]), strict=True):
+            one.spec = spec
+        yield state["step"], model, layers, autocast
+
+
+def _specs(plan: Plan, step: int) -> list[AttentionSpec]:
     """Each layer's attention in a step, after what the monitor had switched by then."""
     due = {switch.layer: from_key(switch.spec) for switch in plan.switches if switch.step <= step}
     return [due.get(i, spec) for i, spec in enumerate(plan.specs)]
