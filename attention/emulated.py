@@ -68,23 +68,32 @@ def backward(do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor
              spec: AttentionSpec) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv as op.differentiable describes them (paper Algorithm 2)."""
     with torch.autocast(q.device.type, enabled=False):
-        shape, alpha = q.shape, q.shape[-1] ** -0.5
+        shape = q.shape
         out = [output_like(q, False) for _ in range(3)]
-        do, q, k, v, lse = _load(do, spec), _load(q, spec), _load(k, spec), _load(v, spec), lse.flatten(0, 1)
-        delta = _delta(do, q, k, v, o.to(q.dtype).reshape(q.shape), lse, spec)
+        do, q, k, v = (_load(x, spec) for x in (do, q, k, v))
         dq, dk, dv = torch.zeros_like(q), torch.empty_like(k), torch.empty_like(v)
-        for keys, rows in tiles(q, spec):
-            s, p = _probabilities(q[:, rows], k[:, keys], lse[:, rows], spec)
-            ds = _dp(do[:, rows], v[:, keys], spec).sub_(delta[:, rows, None]).mul_(p).mul_(alpha)
-            if spec.softcap:
-                ds.mul_(1 - (s / spec.softcap).square_())
-            p, ds = operand(p, spec), operand(ds, spec)
+        parts = score_gradients(do, q, k, v, o.to(q.dtype).reshape(q.shape), lse.flatten(0, 1), spec)
+        for keys, rows, p, ds in parts:
             dv[:, keys] = _product(p.mT, do[:, rows])
             dk[:, keys] = _product(ds.mT, q[:, rows])
             dq[:, rows] += _product(ds, k[:, keys])
         for to, x in zip(out, (dq, dk, dv), strict=True):
             to.copy_(operand(x, spec).view(shape))
     return tuple(out)
+
+
+def score_gradients(do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, spec: AttentionSpec):
+    """Keys and rows of each tile, with P and alpha dS there as the products of the backward pass read them.
+
+    do, q, k, v, o: (B*H, T, D), their values in the operands' format; lse: (B*H, T).
+    """
+    delta, alpha = _delta(do, q, k, v, o, lse, spec), q.shape[-1] ** -0.5
+    for keys, rows in tiles(q, spec):
+        s, p = _probabilities(q[:, rows], k[:, keys], lse[:, rows], spec)
+        ds = _dp(do[:, rows], v[:, keys], spec).sub_(delta[:, rows, None]).mul_(p).mul_(alpha)
+        if spec.softcap:
+            ds.mul_(1 - (s / spec.softcap).square_())
+        yield keys, rows, operand(p, spec), operand(ds, spec)
 
 
 emulated = differentiable("lpattn::emulated", forward, backward)

@@ -94,3 +94,15 @@ def both(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, do: Tensor | None
     o_hp = pbar @ v.double() / l[..., None]
     delta_hp = None if do is None else (do.double() * o_hp).sum(-1)
     return Pair(s, pbar, l, o_hp, lp.o, lp.unrounded, lp.lse, lp.delta, delta_hp)
+
+
+@torch.no_grad()
+def score_gradients(q: Tensor, k: Tensor, v: Tensor, do: Tensor, pair: Pair, spec: AttentionSpec) -> Tensor:
+    """alpha dS of lp (B, T, T) in float64, as its products with K and Q read it; arguments as `both`'s, whose result
+    `pair` is. Its rows add up to 0 where delta is the P-weighted mean of the dP that it is subtracted from, as in the
+    exact gradient and with delta=dp_p, and else to what the roundings of O and of dP leave over."""
+    q, k, v, do = (operand(x, spec) for x in (q, k, v, do))
+    ds = torch.zeros_like(pair.s)
+    for keys, rows, _, part in emulated.score_gradients(do, q, k, v, pair.o_lp.float(), pair.lse.float(), spec):
+        ds[:, rows, keys] = part.double()
+    return ds

@@ -44,7 +44,38 @@ def test_the_exact_gradient_is_autograds(head, options):
     found = pushes(frame, spec)
     assert found["gradient"].shape == (B,)
     assert found["gradient"].sum().item() == pytest.approx(expected, rel=1e-3, abs=1e-9)
-    assert found["push"].abs().sum() < 1e-3 * found["gradient"].abs().sum()  # nothing is rounded to BF16
+    for name in ("push", "row_sum", "error"):  # nothing is rounded to BF16
+        assert found[name].abs().sum() < 1e-3 * found["gradient"].abs().sum(), name
+
+
+@pytest.mark.parametrize("backend, switches", [("flash_bf16", {}), ("flash_bf16", {"delta": "dp_p"}),
+                                               ("flash_bf16", {"pv": "fp32", "output": "fp32"}), ("flash_fa2", {})])
+def test_the_error_is_that_of_the_backends_own_gradient(backend, switches):
+    """dQ of the operator less the exact one of the same scores, along W_Q's first singular pair; but for dQ's own last
+    rounding, of 2^-9 a token and with either sign."""
+    spec = AttentionSpec(backend, tile_q=32, tile_k=32, kernel="emulated", **switches)
+    *_, frame = frame_of(spec, 0)
+    q, k, v = (getattr(frame, name)[:, None].bfloat16().requires_grad_() for name in "qkv")
+    AttentionLayer(spec, 0)(q, k, v).backward(frame.do[:, None].bfloat16())
+    u, _, vt = torch.linalg.svd(frame.wq.double(), full_matrices=False)
+    along = -(q.grad[:, 0].double() @ u[:, 0]) * (frame.x.double() @ vt[0])
+    found = pushes(frame, spec)
+    torch.testing.assert_close(found["gradient"] + found["error"], along.sum(-1), rtol=0,
+                               atol=(2**-7 * along.norm(dim=-1).max()).item())
+
+
+def test_a_row_of_ds_adds_up_to_what_delta_leaves_over():
+    """With exact dP all of it is delta's error; with dP rounded and delta made of the same dP nothing is left over but
+    dS's own rounding, and with delta made of O the rounding of dP is."""
+    parts = {}
+    for name, switches in {"exact dP": {"scores": "fp32"}, "do_o": {}, "dp_p": {"delta": "dp_p"}}.items():
+        spec = AttentionSpec("flash_bf16", tile_q=32, tile_k=32, **switches)
+        *_, frame = frame_of(spec, 0)
+        parts[name] = pushes(frame, spec)
+    one = parts["exact dP"]
+    assert (one["row_sum"] - one["push"]).norm() < 0.4 * one["push"].norm()
+    sizes = {name: found["row_sum"].norm().item() for name, found in parts.items()}
+    assert sizes["dp_p"] < 0.2 * sizes["do_o"], sizes
 
 
 def test_the_push_is_that_of_the_summed_matrices():
