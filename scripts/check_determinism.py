@@ -33,8 +33,8 @@ CLOCKS = ("time", "tokens_per_s")
 
 def run(out: Path, ranks: int, argv: list[str]) -> None:
     """One run into `out`; what it prints goes to out.log. Errors: SystemExit where it fails."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
-    command = [sys.executable, *launcher, "train.py", *argv, f"--out_dir={out}"]
+    launcher = ["scripts/ranks.py", str(ranks)] if ranks > 1 else ["train.py"]
+    command = [sys.executable, *launcher, *argv, f"--out_dir={out}"]
     environment = os.environ | ({"CUDA_VISIBLE_DEVICES": "0"} if ranks == 1 and torch.cuda.is_available() else {})
     print("$ " + " ".join(command), flush=True)
     with open(f"{out}.log", "w", encoding="utf-8") as log:
