@@ -17,7 +17,7 @@ from pathlib import Path
 from config import Config
 from failure import WINDOW, failure_of
 from scripts.monitor import first_alarm
-from scripts.runs import CompareError, Run, load_run
+from scripts.runs import CompareError, Run, load_run, nan_last
 
 FAILS, STABLE, UNTRIED = "fails", "stable", "not tried"
 FIRST = "flash_bf16"  # the run that fails: it proposes the layer and the heads that other arms name
@@ -130,7 +130,7 @@ def row(arm: str, seed: int, run: Run | None, proposal: dict | None, steps: int)
         found["layer"] = proposal["layer"]
         for name in ("ties", "wq_norm"):
             values = run.layers(f"probe/{name}_head/layer").get(proposal["layer"], ([], []))[1]
-            found[name] = max(values[-1]) if values else None
+            found[name] = max(values[-1], key=nan_last) if values else None
     return found
 
 
