@@ -26,6 +26,7 @@ from metrics import MetricsError, read_metrics, read_run, to_json
 from replay.order import OrderFile
 from scripts.arms import FURTHER
 from scripts.bench_throughput import write_corpus
+from scripts.targets import check_targets
 
 ROOT = Path(__file__).resolve().parents[1]
 CLOCKS = ("time", "tokens_per_s")
@@ -93,6 +94,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.out.exists():
         print(f"check_determinism: {args.out} exists; choose another --out or remove it", file=sys.stderr)
         return 2
+    check_targets(folders=(args.out,))
     for name in ("steps", "ranks", "replay_steps"):
         if getattr(args, name) < 1:
             raise ValueError(f"--{name}={getattr(args, name)} must be at least 1")
@@ -127,6 +129,6 @@ def main(argv: list[str] | None = None) -> int:
 if __name__ == "__main__":
     try:
         sys.exit(main())
-    except (ValueError, MetricsError, checkpoint.CheckpointError) as error:
+    except (ValueError, OSError, MetricsError, checkpoint.CheckpointError) as error:
         print(f"check_determinism: {error}", file=sys.stderr)
         sys.exit(2)

@@ -19,6 +19,7 @@ from failure import failure_of
 from metrics import MetricsError, to_json
 from replay.order import OrderError
 from scripts.runs import CompareError, Run, common_steps, difference, load_runs, nan_last
+from scripts.targets import check_targets
 
 TIES, TIES_HEAD, WQ_NORM = "probe/ties/layer", "probe/ties_head/layer", "probe/wq_norm/layer"
 STYLES = ("-", "--", ":", "-.", (0, (5, 1, 1, 1, 1, 1)), (0, (8, 2)), (0, (1, 3)), (0, (3, 1, 1, 3)))
@@ -202,6 +203,7 @@ def main(argv: list[str] | None = None) -> int:
         for flag, target in (("-o", args.output), ("--layers", args.layers)):
             if target and Path(target).suffix not in (".png", ".pdf", ".svg"):
                 raise CompareError(f"{flag} {target} must end in .png, .pdf or .svg")
+        check_targets(args.output, args.layers, args.json)
         runs = load_runs(args.runs)
         result = compare(runs, args.allow_different_orders)
         print(table(result))

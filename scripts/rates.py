@@ -29,6 +29,7 @@ from scripts.arms import FURTHER, RESULTS, check_arm, outcome, run_arms
 from scripts.collect import collect
 from scripts.outcomes import FAILS, FIRST, Arm, check_alike, draw, finished, load, propose, tabulate
 from scripts.runs import Run, load_run
+from scripts.targets import check_targets
 from stop import EXIT_SIGINT, EXITS_STOPPED
 
 
@@ -192,6 +193,7 @@ def make(arms: dict[str, Arm], args: argparse.Namespace, extra: list[str], path:
     args.seeds = list(dict.fromkeys(args.seeds))  # one that is given twice counts once
     found = {"flags": {name: getattr(args, name) for name in flags if hasattr(args, name)}}
     try:
+        check_targets(path, path.with_suffix(".png"), folders=(args.out,))
         found |= (run_experiment if args.collect is None else collect_experiment)(arms, args, extra)
         interrupted = found.pop("interrupted", False)  # of this call, not of its table
         write(found, path)
