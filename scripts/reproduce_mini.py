@@ -21,7 +21,7 @@ from config import ConfigError
 from metrics import MetricsError
 from replay.order import OrderFile
 from scripts import compare
-from scripts.arms import FURTHER, RESULTS, check_arm, check_begun, run_arms
+from scripts.arms import FURTHER, RESULTS, check_arm, check_begun, check_goes_on, run_arms
 from scripts.targets import check_targets
 from stop import EXIT_SIGINT
 
@@ -58,6 +58,7 @@ def main(argv: list[str] | None = None) -> int:
         for arm, flags in {name: first, **others}.items():
             check_arm(arm, flags)  # hours before its turn comes
             check_begun(args.out / arm, flags)
+            check_goes_on(args.out / arm)  # to how many steps is known only when the first one has ended
         if args.parallel < 1:
             raise ConfigError(f"--parallel={args.parallel} must be at least 1")
     except (ConfigError, MetricsError, OSError) as error:
