@@ -58,8 +58,11 @@ def prepare(config: Config) -> Plan:
     _check_float16(config, specs)
     remedies = _remedies(config, specs)
     out = Path(config.out_dir)
-    if config.init_from != "resume" and (checkpoint.checkpoints(out) or _has_records(out)):
+    if config.init_from != "resume" and checkpoint.checkpoints(out):
         raise ConfigError(f"out_dir={out} already holds a run; go on with --init_from=resume or choose another out_dir")
+    if config.init_from != "resume" and _has_records(out):
+        raise ConfigError(f"out_dir={out} already holds the log of a run, and no checkpoint to go on from; move it "
+                          "away or choose another out_dir")
 
     folder = corpus_folder(config.dataset)
     tokens = {split: open_tokens(folder, split) for split in ("train", "val")}

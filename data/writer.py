@@ -21,6 +21,8 @@ def locked(folder: Path) -> Iterator[None]:
     except OSError as error:
         raise DataError(f"the folder {folder} cannot be made ({error.strerror}); choose another with --out") from None
     try:
+        if not os.access(folder, os.W_OK):
+            raise DataError(f"the folder {folder} may not be written to; choose another with --out")
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield
     except BlockingIOError:

@@ -81,7 +81,7 @@ class MonitorRule:
 def signals(record: dict) -> Iterator[tuple[str, int, int | None, float]]:
     """(signal, layer, head, value) of a record; a norm that is not a number counts as infinite."""
     norms = _layers(record, "probe/wq_norm_head/layer")
-    median = statistics.median(value for heads in norms.values() for value in heads) if norms else 0.0
+    median = statistics.median(_number(value) for heads in norms.values() for value in heads) if norms else 0.0
     for layer, heads in _layers(record, "probe/ties_head/layer").items():
         yield from (("ties", layer, head, value) for head, value in enumerate(heads))
     for layer, heads in norms.items():

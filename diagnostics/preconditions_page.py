@@ -6,6 +6,7 @@ import torch
 
 from diagnostics.lines import whole_ticks
 from diagnostics.preconditions import ALIKE
+from diagnostics.words import wrapped
 
 
 def draw(found: dict, shown: dict, out: Path) -> None:
@@ -92,4 +93,4 @@ def page(found: dict) -> str:
         "Column j of (PK)[T]^T X[T] is PK[T] X[T, j]: up to its sign, its cosine between two tokens is that of their "
         "PK, whichever column is shown. The cosine of the whole matrices is that times the cosine of their X.", "",
         "![figure 8](figure8.png)", "", "![figure 9](figure9.png)", ""]
-    return "\n".join(lines)
+    return "\n".join(line if line.startswith(("#", "!")) else wrapped(line) for line in lines)

@@ -83,13 +83,14 @@ def as_record(values: list[list[list[float]]]) -> dict[str, float | list[float]]
     probe/ties/layer{i}: share of tied rows, and probe/ties_head/layer{i}, the same by head;
     probe/row_max/layer{i}: the largest score;
     probe/wq_norm/layer{i}: the largest spectral norm of a head's W_Q, and probe/wq_norm_head/layer{i}, by head.
+    What is the largest of a layer is NaN where a head's is.
     """
     out: dict[str, float | list[float]] = {}
     for i, (ties, row_max, norms) in enumerate(zip(*values, strict=True)):
         out[f"probe/ties/layer{i}"] = sum(ties) / len(ties)
         out[f"probe/ties_head/layer{i}"] = [round(x, 5) for x in ties]
-        out[f"probe/row_max/layer{i}"] = max(row_max)
-        out[f"probe/wq_norm/layer{i}"] = max(norms)
+        out[f"probe/row_max/layer{i}"] = max(row_max, key=lambda x: (x != x, x))
+        out[f"probe/wq_norm/layer{i}"] = max(norms, key=lambda x: (x != x, x))
         out[f"probe/wq_norm_head/layer{i}"] = [round(x, 4) for x in norms]
     return out
 

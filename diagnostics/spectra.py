@@ -48,10 +48,10 @@ def alignment(x: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     (Qiu et al. 2025, arXiv 2510.04202: that the signs of SA over tokens become one precedes a loss explosion.)
     Returns, each (..., k), the mean of |SA| over tokens and the share of tokens with SA > 0. v_1 is defined up to its
     sign, so of the share p only min(p, 1 - p) means something: the sign diversity, 1/2 where both sides are as
-    frequent, 0 where all tokens are on one.
+    frequent, 0 where all tokens are on one. Both are NaN where an input or v is.
     """
     cosine = normalize(x.float(), dim=-1) @ v.mT
-    return cosine.abs().mean(-2), (cosine > 0).float().mean(-2)
+    return cosine.abs().mean(-2), torch.where(cosine.isnan(), torch.nan, (cosine > 0).float()).mean(-2)
 
 
 class Spectra:
@@ -80,10 +80,10 @@ class Spectra:
     @torch.no_grad()
     def update(self, exact: bool) -> None:
         """Norms and directions of the weights as they are; entropies of W_Q^T W_K."""
-        self.norms = {}
+        self.norms, self.found = {}, {}
         for kind, w in self._stacks():
             self.norms[kind], v = top_singular(w) if exact else power_iteration(w, self.v[kind])
-            self.v[kind] = finite(v)
+            self.v[kind], self.found[kind] = finite(v), v
             if kind == "heads":
                 grams = w[:, :2].double()
                 self.entropy = entropy_of_grams(*(grams @ grams.mT).unbind(1))
@@ -109,9 +109,9 @@ class Spectra:
         is what all of them saw."""
         aligned, heads = [], None
         for name, kinds in READS.items():
-            v = [self.v[kind][:, None] for kind in kinds]
+            v = [self.found[kind][:, None] for kind in kinds]
             if name == "attn.c_attn":
-                v.append(self.v["heads"][:, 0])  # of W_Q
+                v.append(self.found["heads"][:, 0])  # of W_Q
             x = torch.stack([seen for _, seen in sorted(self.inputs.pop(name).items())]).flatten(1, -2)
             both = torch.stack(alignment(x, torch.cat(v, 1)))  # (2, n_layer, matrices)
             aligned.append(both[:, :, :len(kinds)])

@@ -1,4 +1,7 @@
-"""Spectral norms of weight matrices and the spectral entropy of W_Q^T W_K, exact; paper figures 3 and 11."""
+"""Spectral norms of weight matrices and the spectral entropy of W_Q^T W_K, exact; paper figures 3 and 11.
+
+What is of a matrix that is not finite is NaN, and of the others what it is without it.
+"""
 
 import math
 
@@ -42,6 +45,8 @@ def spectral_norm(weight: Tensor) -> float:
     """Largest singular value of any matrix (paper figure 11), by its smaller Gram matrix in float64."""
     w = weight.detach().double()
     gram = w @ w.mT if w.shape[0] <= w.shape[1] else w.mT @ w
+    if not gram.isfinite().all():  # LAPACK takes it for a matrix on which it did not converge
+        return math.nan
     return torch.linalg.eigvalsh(gram)[-1].clamp_min(0).sqrt().item()
 
 
@@ -68,7 +73,10 @@ def qk_entropy(weight: Tensor, n_head: int) -> Tensor:
     C = weight.shape[1]
     wq, wk = (w.detach().double().view(n_head, C // n_head, C).mT for w in weight[:2 * C].chunk(2))
     ra, rb = (torch.linalg.qr(w, mode="r").R for w in (wq, wk))
-    return spectral_entropy(torch.linalg.svdvals(ra @ rb.mT))
+    product = ra @ rb.mT
+    finite = product.isfinite().all(-1).all(-1)
+    sigma = torch.linalg.svdvals(torch.where(finite[:, None, None], product, 0))
+    return torch.where(finite, spectral_entropy(sigma), torch.nan)
 
 
 def entropy_of_grams(q: Tensor, k: Tensor) -> Tensor:
@@ -77,7 +85,6 @@ def entropy_of_grams(q: Tensor, k: Tensor) -> Tensor:
 
     With Cholesky factors L_Q and L_K, W_Q^T W_K has the singular values of F = L_Q^T L_K. To the diagonals 1e-12 of the
     trace is added, as a head may lack a direction: singular values below about 1e-6 of the largest are not resolved.
-    NaN where a matrix is not finite.
     """
     finite = (q.isfinite() & k.isfinite()).all(-1).all(-1)
     eye = torch.eye(q.shape[-1], dtype=q.dtype, device=q.device)
@@ -117,7 +124,7 @@ def factor_entropy(f: Tensor, low: float = -34.0, high: float = 14.0, h: float =
         moment[end] = weight[end] * (u[end] / (1 - q) + sign * h * q / (1 - q) ** 2)
         weight[end] = weight[end] / (1 - q)
     total, logs = (torch.tensordot(w, torch.cat(resolvent), 1) * h / math.pi for w in (weight, moment / 2))
-    return torch.where(scale[..., 0, 0] > 0, total.log() - logs / total, 0)
+    return torch.where(scale[..., 0, 0] == 0, 0, total.log() - logs / total)
 
 
 def spectral_entropy(sigma: Tensor) -> Tensor:

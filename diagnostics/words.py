@@ -1,5 +1,8 @@
 """A diagnosis in words: one page of Markdown."""
 
+import re
+import textwrap
+
 from diagnostics.bias import MOST
 
 
@@ -56,8 +59,8 @@ def words(found: dict) -> str:
             f"takes it to {norm['along']:.3g}"
             + ("." if norm["share"] is None else f", {norm['share']:.0%} of the way."))
     if between := found["between"]:
-        lines.append(f"\nThis run has {' and '.join(between)} between W_Q x and the scores, which coherence and growth "
-                     "leave out: their matrices, errors and shares are not those of W_Q.")
+        lines += ["", f"This run has {' and '.join(between)} between W_Q x and the scores, which coherence and growth "
+                  "leave out: their matrices, errors and shares are not those of W_Q."]
     lines += ["", "Rounding of P V by ones in the row and the sign of V there, signed means:", "",
               "| ones | V at ones | entries | (PV)_lp - (PV)_hp | away from zero | O_lp - O_hp |",
               "|---|---|---|---|---|---|"]
@@ -73,7 +76,16 @@ def words(found: dict) -> str:
         here = real.get((r["ones"], r["remainder"]))
         lines.append(line + (f" {here['entries']} | {here['error']:+.2e} | {here['error_size']:.2e} |" if here
                              else " 0 | | |"))
-    return "\n".join(lines) + "\n"
+    return "\n".join(line if line.startswith(("|", "#")) else wrapped(line) for line in lines) + "\n"
+
+
+def wrapped(line: str, width: int = 120) -> str:
+    """A paragraph or an item in lines of at most `width`, none of which begins with a sign that Markdown would take for
+    an item's."""
+    kept = re.sub(r" ([-+*=] |\d+\. )", "\0\\1", line)
+    indent = " " * len(re.match(r"(\d+\. )?", line).group())
+    return textwrap.fill(kept, width, subsequent_indent=indent, break_long_words=False,
+                         break_on_hyphens=False).replace("\0", " ")
 
 
 def _tokens(tie: dict) -> str:

@@ -18,7 +18,7 @@ from checkpoint import checkpoints
 from config import Config, ConfigError, as_dict, load
 from data.loader import open_tokens
 from data.meta import corpus_folder
-from metrics import read_run, to_json
+from metrics import read_metrics, read_run, to_json
 
 FURTHER = "Every other --key=value goes to train.py, whose keys python train.py --help lists."  # of a script's --help
 ROOT = Path(__file__).resolve().parents[1]
@@ -73,6 +73,17 @@ def check_begun(run: Path, argv: list[str]) -> None:
                               "the same, or another --out")
 
 
+def check_goes_on(run: Path, steps: int = 0) -> None:
+    """Errors: ConfigError for a run that has no outcome yet, or none after `steps` steps, and no checkpoint to go on
+    from any more."""
+    if checkpoints(run) or not (run / "metrics.jsonl").exists() or not (records := read_metrics(run)):
+        return
+    code, done = outcome(run), records[-1]["step"]
+    if code not in RESULTS or (code == 0 and done < steps):
+        raise ConfigError(f"{run} is at step {done} and cannot go on, as its checkpoints are gone; put its ckpt_*.pt "
+                          "back, or move it away to begin anew" + (f", or give --steps={done}" if code == 0 else ""))
+
+
 def run_arms(arms: dict[str, list[str] | Callable[[], list[str] | None]], folder: Path, parallel: int, gpus: int,
              say=print, limit_s: float = math.inf, steps: int = 0) -> dict[str, int]:
     """Runs `train.py ARGV --out_dir=folder/NAME` for each {NAME: ARGV}, at most `parallel` at a time, in order.
@@ -85,10 +96,11 @@ def run_arms(arms: dict[str, list[str] | Callable[[], list[str] | None]], folder
     later call to go on with; so they do at Ctrl-C and SIGTERM, which raise KeyboardInterrupt. Returns exit statuses by
     name; an arm that fails does not stop the others, since a failure may be the result.
 
-    Errors: ConfigError for an arm that has begun with other flags; before any is started where its flags are known by
-    then, else as at Ctrl-C.
+    Errors: ConfigError, before any is started, for an arm that cannot go on, and for one that has begun with other
+    flags; where these are known only later, as at Ctrl-C.
     """
     for name, argv in arms.items():
+        check_goes_on(folder / name, steps)
         if (known := argv() if callable(argv) else argv) is not None:
             check_begun(folder / name, known)
     folder = folder.absolute()  # train.py runs elsewhere

@@ -26,6 +26,7 @@ from scripts.bench_attention_check import bias, check, needs
 from scripts.bench_attention_common import Clock, parse_arm, parse_shapes, tensors, write
 from scripts.bench_attention_tune import TUNED, jobs, tune
 from scripts.bench_attention_workers import build_all, builds, spread
+from scripts.targets import check_targets
 
 SHAPES = "32,12,1024,64;16,16,1024,64;16,12,2048,64;8,12,4096,64;16,12,1024,128"
 ARMS = ("sdpa,flash_fa2,flash_bf16,stabilized,flash_bf16+stats,stabilized+stats,flash_fp32,standard,sdpa/float32,"
@@ -184,6 +185,10 @@ def main(argv=None):
         sys.exit("bench_attention needs a CUDA GPU: it times kernels; on the CPU the tests compare their results")
     mode = next((f for f in (tune, check, bias, memory, build) if getattr(args, f.__name__)), bench)
     args.out = args.out or f"results/bench_attention{'' if mode is bench else '_' + mode.__name__}.json"
+    try:
+        check_targets(args.out)
+    except OSError as e:
+        parser.error(str(e))
     mode(args)
 
 

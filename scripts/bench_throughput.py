@@ -36,6 +36,7 @@ from determinism import set_determinism
 from plan import prepare
 from runinfo import describe_run
 from scripts.arms import FURTHER
+from scripts.targets import check_targets
 from stop import StopRequested, StopSignal
 from trainer import Trainer
 
@@ -331,7 +332,7 @@ def save(path: Path, argv: list[str], rows: list[dict]) -> None:
 
 
 def main(argv: list[str]) -> int:
-    """Exit status: 0, or 128 + the signal that ended it. Errors: ValueError."""
+    """Exit status: 0, or 128 + the signal that ended it. Errors: ValueError, OSError."""
     start = time.perf_counter()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
                                      usage="%(prog)s [CONFIG.toml] [--key=value ...]", epilog=FURTHER,
@@ -352,6 +353,7 @@ def main(argv: list[str]) -> int:
     if rounds < 1 or steps < 1 or math.isnan(seconds):
         raise ConfigError(f"--rounds={rounds} --steps={steps} --seconds={seconds}: give at least one round and step, "
                           "and a number of seconds")
+    check_targets(options.out)
     names = [PLAIN, *(name for name in options.arms.split(",") if name and name != PLAIN)]
     chosen, out, rows = rest[0] if rest and rest[0].endswith(".toml") else "", options.out, []
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
@@ -403,5 +405,5 @@ def main(argv: list[str]) -> int:
 if __name__ == "__main__":
     try:
         sys.exit(main(sys.argv[1:]))
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         sys.exit(f"bench_throughput.py: {error}")

@@ -32,6 +32,7 @@ from plan import prepare
 from replay.order import OrderFile, Recorder
 from runinfo import describe_run, print_header
 from scripts.arms import FURTHER
+from scripts.targets import check_targets
 from stop import StopRequested, StopSignal
 from trainer import Trainer
 
@@ -104,7 +105,7 @@ def measure(argv: list[str], steps: int) -> dict:
 
 
 def main(argv: list[str]) -> int:
-    """Exit status: 0, or 128 + the signal that ended it. Errors: ValueError."""
+    """Exit status: 0, or 128 + the signal that ended it. Errors: ValueError, OSError."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
                                      usage="%(prog)s [CONFIG.toml] [--key=value ...]", epilog=FURTHER,
                                      allow_abbrev=False)
@@ -113,6 +114,7 @@ def main(argv: list[str]) -> int:
     options, rest = parser.parse_known_args(argv)
     if options.steps < 1:
         raise ConfigError(f"--steps={options.steps} must be at least 1")
+    check_targets(options.json)
     try:
         result = measure(rest, options.steps)
     except StopRequested as stop:
@@ -122,6 +124,7 @@ def main(argv: list[str]) -> int:
     for name, value in result.items():
         print(f"{name:>20}: {value:.4g}" if isinstance(value, float) else f"{name:>20}: {value}")
     if options.json:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(json.dumps(result, indent=1) + "\n")
     return 0
 
@@ -129,5 +132,5 @@ def main(argv: list[str]) -> int:
 if __name__ == "__main__":
     try:
         sys.exit(main(sys.argv[1:]))
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         sys.exit(f"bench_train.py: {error}")

@@ -26,6 +26,7 @@ from metrics import MetricsError, read_metrics, read_run, to_json
 from replay.order import OrderFile
 from scripts.arms import FURTHER
 from scripts.bench_throughput import write_corpus
+from scripts.targets import check_targets
 
 ROOT = Path(__file__).resolve().parents[1]
 CLOCKS = ("time", "tokens_per_s")
@@ -33,8 +34,8 @@ CLOCKS = ("time", "tokens_per_s")
 
 def run(out: Path, ranks: int, argv: list[str]) -> None:
     """One run into `out`; what it prints goes to out.log. Errors: SystemExit where it fails."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
-    command = [sys.executable, *launcher, "train.py", *argv, f"--out_dir={out}"]
+    launcher = ["scripts/ranks.py", str(ranks)] if ranks > 1 else ["train.py"]
+    command = [sys.executable, *launcher, *argv, f"--out_dir={out}"]
     environment = os.environ | ({"CUDA_VISIBLE_DEVICES": "0"} if ranks == 1 and torch.cuda.is_available() else {})
     print("$ " + " ".join(command), flush=True)
     with open(f"{out}.log", "w", encoding="utf-8") as log:
@@ -93,6 +94,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.out.exists():
         print(f"check_determinism: {args.out} exists; choose another --out or remove it", file=sys.stderr)
         return 2
+    check_targets(folders=(args.out,))
     for name in ("steps", "ranks", "replay_steps"):
         if getattr(args, name) < 1:
             raise ValueError(f"--{name}={getattr(args, name)} must be at least 1")
@@ -127,6 +129,6 @@ def main(argv: list[str] | None = None) -> int:
 if __name__ == "__main__":
     try:
         sys.exit(main())
-    except (ValueError, MetricsError, checkpoint.CheckpointError) as error:
+    except (ValueError, OSError, MetricsError, checkpoint.CheckpointError) as error:
         print(f"check_determinism: {error}", file=sys.stderr)
         sys.exit(2)

@@ -14,6 +14,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from metrics import MetricsError, read_metrics, read_run, to_json
+from scripts.targets import check_targets
 
 EVERY_PROBE = ("probe/ties", "probe/row_max", "probe/wq_norm")
 SPECTRA_EVERY = 500  # steps
@@ -68,6 +69,7 @@ def main(argv: list[str] | None = None) -> int:
               file=sys.stderr)
         return 2
     try:
+        check_targets(folders=(args.out,))
         for run in args.runs:
             for path in collect(run, args.out, args.order, args.thin):
                 print(f"{path}: {path.stat().st_size:,} bytes")

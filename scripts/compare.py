@@ -18,7 +18,8 @@ from diagnostics.lines import label_ends, whole_ticks
 from failure import failure_of
 from metrics import MetricsError, to_json
 from replay.order import OrderError
-from scripts.runs import CompareError, Run, common_steps, difference, load_runs
+from scripts.runs import CompareError, Run, common_steps, difference, load_runs, nan_last
+from scripts.targets import check_targets
 
 TIES, TIES_HEAD, WQ_NORM = "probe/ties/layer", "probe/ties_head/layer", "probe/wq_norm/layer"
 STYLES = ("-", "--", ":", "-.", (0, (5, 1, 1, 1, 1, 1)), (0, (8, 2)), (0, (1, 3)), (0, (3, 1, 1, 3)))
@@ -49,10 +50,9 @@ def compare(runs: Sequence[Run], allow_different_orders: bool = False) -> dict:
                "common_steps": shared,
                "difference": {"steps": at, "signed": signed, "absolute": absolute,
                               "mean_signed": _mean(signed), "mean_absolute": _mean(absolute),
-                              "max_absolute": max(absolute, default=None, key=_nan_last)}}
+                              "max_absolute": max(absolute, default=None, key=nan_last)}}
         for key, prefix in (("ties", TIES), ("wq_norm", WQ_NORM)):
-            row[key] = {layer: {"last": values[-1], "max": max(values), "step_of_max": at_[values.index(max(values))]}
-                        for layer, (at_, values) in run.layers(prefix).items()}
+            row[key] = {layer: _last_and_largest(*series) for layer, series in run.layers(prefix).items()}
         rows.append(row)
     return {"reference": runs[0].name, "same_order": not label, "label": label, "runs": rows}
 
@@ -118,7 +118,7 @@ def plot(runs: Sequence[Run], result: dict, path: str | Path) -> None:
             grid[1].plot(at["steps"], at["signed"], color=f"C{i}", **look)
         grid[2].plot(*run.series("grad_norm"), color=f"C{i}", **look)
         for axis, (prefix, _) in zip(grid[3:], probed, strict=True):
-            worst = max(run.layers(prefix).values(), key=lambda series: max(series[1]), default=([], []))
+            worst = max(run.layers(prefix).values(), key=lambda series: max(map(nan_last, series[1])), default=([], []))
             axis.plot(*worst, color=f"C{i}", **look)
     names = ("training loss (nats/token)", f"loss minus {runs[0].name}\n(nats/token)", "gradient norm (L2)")
     for axis, name in zip(grid, [*names, *(title for _, title in probed)], strict=True):
@@ -156,7 +156,7 @@ def plot_layers(runs: Sequence[Run], path: str | Path) -> None:
         grid[0][column].set_title(run.name, fontsize=9)
         for axis, (prefix, _) in zip(grid[1:, column], panels, strict=True):
             for layer, (steps, values) in run.layers(prefix).items():
-                worst = [max(value) if isinstance(value, list) else value for value in values]
+                worst = [max(value, key=nan_last) if isinstance(value, list) else value for value in values]
                 axis.plot(steps, worst, color=f"C{layer}", linestyle=STYLES[layer % len(STYLES)], linewidth=1.2,
                           label=f"layer {layer}")
         grid[-1][column].set_xlabel("optimizer step; numbers: layers")
@@ -181,8 +181,9 @@ def _mean(values: list[float]) -> float | None:
     return sum(values) / len(values) if values else None
 
 
-def _nan_last(value: float) -> float:
-    return math.inf if math.isnan(value) else value
+def _last_and_largest(steps: list[int], values: list[float]) -> dict:
+    step, largest = max(zip(steps, values, strict=True), key=lambda one: nan_last(one[1]))
+    return {"last": values[-1], "max": largest, "step_of_max": step}
 
 
 def _number(value: float | None, form: str = ".4f") -> str:
@@ -202,6 +203,7 @@ def main(argv: list[str] | None = None) -> int:
         for flag, target in (("-o", args.output), ("--layers", args.layers)):
             if target and Path(target).suffix not in (".png", ".pdf", ".svg"):
                 raise CompareError(f"{flag} {target} must end in .png, .pdf or .svg")
+        check_targets(args.output, args.layers, args.json)
         runs = load_runs(args.runs)
         result = compare(runs, args.allow_different_orders)
         print(table(result))

@@ -25,6 +25,7 @@ from diagnostics.precision import head_spec
 from diagnostics.scene import capture_heads
 from metrics import MetricsError, to_json
 from scripts.diagnose import chosen, models_of, open_run, row_of
+from scripts.targets import check_targets
 
 
 def measure(run: Path, steps: str, layer: int, heads: list[int] | None, sequences: int, device: str,
@@ -89,8 +90,9 @@ def main(argv: list[str] | None = None) -> int:
             raise ConfigError(f"--sequences={args.sequences} must be at least 2, or there is no standard error")
         if args.device == "cuda" and not torch.cuda.is_available():
             raise ConfigError("--device=cuda, but torch sees no GPU; use --device=cpu")
-        lines = measure(args.run, args.steps, args.layer, args.heads, args.sequences, args.device, args.dataset)
         out = args.out or args.run / "delta_bias.json"
+        check_targets(out)
+        lines = measure(args.run, args.steps, args.layer, args.heads, args.sequences, args.device, args.dataset)
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(to_json({"run": args.run.resolve().name, "rows": lines}, indent=1) + "\n", encoding="utf-8")
     except (ValueError, OSError, checkpoint.CheckpointError, MetricsError) as error:

@@ -37,6 +37,7 @@ from metrics import MetricsError, read_metrics, to_json
 from model import GPT
 from plan import Plan, prepare
 from replay.order import OrderFile
+from scripts.targets import check_targets
 
 
 def open_run(run: Path, dataset: str | None = None) -> tuple:
@@ -186,10 +187,11 @@ def main(argv: list[str] | None = None) -> int:
             raise ConfigError(f"--save-scene={args.save_scene} takes a RUN; --scene={args.scene} is one already")
         if args.device.startswith("cuda") and not torch.cuda.is_available():
             raise ConfigError(f"--device={args.device}, but torch sees no GPU; use --device=cpu")
+        out = Path(args.out or (Path(args.scene).parent if args.scene else Path(args.run) / "diagnosis"))
+        check_targets(args.save_scene, folders=() if args.save_scene else (out,))
         if args.scene:
-            scene, out = load(args.scene), Path(args.out or Path(args.scene).parent)
+            scene = load(args.scene)
         else:
-            out = Path(args.out or Path(args.run) / "diagnosis")
             scene = capture_run(Path(args.run), args.steps, args.layer, args.head, args.sequences, args.device,
                                 args.dataset, args.tokens)
             path = save(scene, Path(args.save_scene or out / "scene.npz"))

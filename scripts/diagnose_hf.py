@@ -26,6 +26,7 @@ from config import ConfigError
 from diagnostics.preconditions import attention_weighted_keys, bf16_scores, closest_neighbours, similarity, tied_rows
 from diagnostics.preconditions_page import draw, page
 from metrics import to_json
+from scripts.targets import check_targets
 
 # model_type: where its attention modules are, and which projection makes the queries (in its first columns).
 CLASSES = {"llama": ("model.layers", "self_attn", "q_proj"), "qwen2": ("model.layers", "self_attn", "q_proj"),
@@ -191,6 +192,7 @@ def main(argv: list[str] | None = None) -> int:
             raise ConfigError(f"--epsilon={args.epsilon} must be finite and not negative")
         if args.device.startswith("cuda") and not torch.cuda.is_available():
             raise ConfigError(f"--device={args.device}, but torch sees no GPU; use --device=cpu")
+        check_targets(folders=(args.out,))
         text = Path(args.text).read_text(encoding="utf-8")
         model, coder = load_model(args.model, args.tokenizer, getattr(torch, args.dtype), args.device)
         most = min(args.tokens, getattr(model.config, "max_position_embeddings", args.tokens))

@@ -15,6 +15,7 @@ from config import ConfigError, from_dict
 from hf import save_pretrained
 from model import GPTConfig
 from scripts.sample import read_run, sampling_specs, switched
+from scripts.targets import check_targets
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -26,6 +27,7 @@ def main(argv: list[str] | None = None) -> int:
                              "changes every softmax a little")
     args = parser.parse_args(argv)
     try:
+        check_targets(folders=(args.out,))
         state = read_run(args.source)
         if missing := {"model", "model_args", "data", "config", "step"} - set(state):
             raise ConfigError(f"{args.source} has no entry {min(missing)!r}; it is not a checkpoint of train.py")

@@ -5,34 +5,43 @@
 #   REPLAY=runs/full/flash_bf16/order.bin scripts/full_scale.sh --attention=stabilized  the same batches, another arm
 #
 # OUT (runs/full/ARM) takes the run; calling again resumes it. GPUS (all), CONFIG (the paper's). What is in RESULTS
-# (results/gpt2_full) is renewed every minute, so that it outlives a machine that is taken away.
+# (results/gpt2_full) is renewed every minute, so that it outlives a machine that is taken away. The exit status is
+# train.py's, but 0 where MINUTES were over and the run has saved.
 set -euo pipefail
 cd "$(dirname "$0")/.."
+PYTHON=${PYTHON:-python}
 CONFIG=${CONFIG:-configs/gpt2_small_flash_bf16.toml}
 MINUTES=${MINUTES:-1000000}
-GPUS=${GPUS:-$(nvidia-smi -L | wc -l)}
+GPUS=${GPUS:-$("$PYTHON" -c 'import torch; print(torch.cuda.device_count() or 1)')}
 ARM=$(printf '%s\n' "$@" | sed -n 's/^--attention=//p' | tail -1)
 OUT=${OUT:-runs/full/${ARM:-flash_bf16}}
 RESULTS=${RESULTS:-results/gpt2_full}
-PYTHON=${PYTHON:-python}
 
 flags=(--probe_interval=100 --stop_when_failed=True --checkpoint_interval=250 "--out_dir=$OUT")
 [ -z "${DATASET:-}" ] || flags+=("--dataset=$DATASET")
 [ -z "${REPLAY:-}" ] || flags+=("--replay=$REPLAY")
 compgen -G "$OUT/ckpt_*.pt" > /dev/null && flags+=(--init_from=resume)
-order=(); [ -n "${REPLAY:-}" ] || order=(--order)
-keep() { "$PYTHON" scripts/collect.py "$OUT" --out "$RESULTS" "${order[@]}" > /dev/null 2>&1 || true; }
+keep() {  # once there is a step to keep; of a replay not the order, which is kept already
+  [ -s "$OUT/metrics.jsonl" ] || return 0
+  local order=()
+  [ -n "${REPLAY:-}" ] || [ ! -f "$OUT/order.bin" ] || order=(--order)
+  "$PYTHON" scripts/collect.py "$OUT" --out "$RESULTS" "${order[@]}"
+}
 
-# SIGTERM: every rank saves and ends; torchrun passes it on, and says so with a traceback of its own.
-timeout --signal=TERM --kill-after=120 "${MINUTES}m" "$PYTHON" -m torch.distributed.run --standalone \
-  "--nproc_per_node=$GPUS" -- train.py "$CONFIG" "${flags[@]}" "$@" &
+timeout --signal=TERM --kill-after=120 "${MINUTES}m" \
+  "$PYTHON" scripts/ranks.py "$GPUS" "$CONFIG" "${flags[@]}" "$@" &
 run=$!
-trap 'kill -TERM $run 2> /dev/null || true' TERM INT
+trap 'kill -TERM $run 2> /dev/null || true' TERM INT  # the run saves and ends
 while kill -0 $run 2> /dev/null; do
-  for _ in $(seq 60); do kill -0 $run 2> /dev/null || break; sleep 1; done
-  keep
+  for _ in $(seq 60); do kill -0 $run 2> /dev/null || break; sleep 1 || true; done  # Ctrl-C ends a sleep
+  keep > /dev/null 2>&1 || true
 done
 status=0; wait $run || status=$?
-keep
-"$PYTHON" scripts/collect.py "$OUT" --out "$RESULTS" "${order[@]}"
-echo "ended with status $status (124: time was up); $OUT, $RESULTS"
+if [ $status = 124 ]; then  # the time was over: what counts is how the run took it
+  status=$("$PYTHON" -c 'import sys; from pathlib import Path; from scripts.arms import outcome
+print({None: 124, 143: 0}.get(code := outcome(Path(sys.argv[1])), code))' "$OUT")
+fi
+if [ $status = 2 ]; then exit 2; fi  # an error of the user, whose sentence is the last thing seen
+keep || { echo "what is in $RESULTS is not of the end of the run" >&2; [ $status != 0 ] || status=1; }
+echo "ended with status $status; $OUT, $RESULTS"
+exit $status

@@ -19,6 +19,7 @@ from diagnostics.monitor import FIRST, SIGNALS, Alarm, MonitorRule
 from failure import failure_of
 from metrics import MetricsError, to_json
 from scripts.runs import CompareError, Run, load_runs
+from scripts.targets import check_targets
 
 SWEEP = {"ties": (0.2, 0.25, 0.3, 0.35, 0.4, 0.5, 0.6), "wq_ratio": (1.5, 2, 2.5, 3, 4, 6),
          "wq_norm": (10, 20, 30, 40, 60), "row_max": (50, 100, 200, 300, 500)}
@@ -78,6 +79,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write both tables as JSON")
     args = parser.parse_args(argv)
     try:
+        check_targets(args.json)
         runs = load_runs(args.runs)
         for run, path in zip(runs, args.runs, strict=True):
             if not any(FIRST in record for record in run.records):

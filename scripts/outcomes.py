@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from config import Config
-from failure import WINDOW, failure_of
+from failure import WINDOW, failure_of, step_of_turn
 from scripts.monitor import first_alarm
-from scripts.runs import CompareError, Run, load_run
+from scripts.runs import CompareError, Run, load_run, nan_last
 
 FAILS, STABLE, UNTRIED = "fails", "stable", "not tried"
 FIRST = "flash_bf16"  # the run that fails: it proposes the layer and the heads that other arms name
@@ -42,10 +42,7 @@ def propose(run: Run) -> dict:
     layers = run.layers(PROPOSES)
     if not layers:
         raise ValueError(f"{run.name} has no probe/wq_norm_head values; run it with --probe_interval=100")
-    steps, losses = run.series("loss")
-    means = [(mean, steps[i]) for i in range(WINDOW - 1, len(losses))
-             if math.isfinite(mean := statistics.fmean(losses[i + 1 - WINDOW:i + 1]))]
-    turn = min(means)[1] if means else steps[-1]
+    turn = step_of_turn(*run.series("loss"))
     norms = {layer: values[sum(step <= turn for step in at) - 1] for layer, (at, values) in layers.items()}
     layer = max(norms, key=lambda i: max(norms[i]))
     mean = statistics.fmean(norms[layer])
@@ -130,7 +127,7 @@ def row(arm: str, seed: int, run: Run | None, proposal: dict | None, steps: int)
         found["layer"] = proposal["layer"]
         for name in ("ties", "wq_norm"):
             values = run.layers(f"probe/{name}_head/layer").get(proposal["layer"], ([], []))[1]
-            found[name] = max(values[-1]) if values else None
+            found[name] = max(values[-1], key=nan_last) if values else None
     return found
 
 
@@ -204,9 +201,8 @@ def _says(text: str, value) -> bool:
 
 
 def tabulate(arms: dict[str, Arm], seeds: list[int], runs: dict[tuple[str, int], Run], steps: int) -> dict:
-    """{"made_with", "proposals", "rows", "summary"} of runs by arm and seed, cut at `steps`; an arm without
-    one is unfinished. Errors: ValueError as `check_alike`."""
-    check_alike(runs.items(), arms)
+    """{"made_with", "proposals", "rows", "summary"} of runs by arm and seed, cut at `steps`, that belong together
+    (`check_alike`); an arm without one is unfinished."""
     proposals = {seed: propose(run) for seed in seeds if (run := runs.get((FIRST, seed)))
                  and run.layers(PROPOSES) and finished(run, steps)}
     rows = [row(name, seed, runs.get((name, seed)), proposals.get(seed), steps) for name in arms for seed in seeds]

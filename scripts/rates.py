@@ -29,6 +29,7 @@ from scripts.arms import FURTHER, RESULTS, check_arm, outcome, run_arms
 from scripts.collect import collect
 from scripts.outcomes import FAILS, FIRST, Arm, check_alike, draw, finished, load, propose, tabulate
 from scripts.runs import Run, load_run
+from scripts.targets import check_targets
 from stop import EXIT_SIGINT, EXITS_STOPPED
 
 
@@ -76,7 +77,7 @@ def run_experiment(arms: dict[str, Arm], args: argparse.Namespace, extra: list[s
     log files of arms that have no outcome because train.py ended with an error; and whether it was "interrupted".
 
     The first runs of all seeds start first; arms whose flags name a layer wait for their seed's. Errors, before
-    anything is started: ValueError for flags that cannot run; and as `run_arms`.
+    anything is started: ValueError for flags that cannot run; and as `run_arms`. At the end: as `check_alike`.
     """
     gpus, deadline = torch.cuda.device_count(), time.monotonic() + 60 * args.minutes
     waits = {name for name, arm in arms.items() if any("{" in flag for flag in arm.flags)}
@@ -105,6 +106,7 @@ def run_experiment(arms: dict[str, Arm], args: argparse.Namespace, extra: list[s
         print("interrupted; the same command goes on", file=sys.stderr)
     runs = {key: run for key, folder in folders.items() if (args.out / folder / "metrics.jsonl").exists()
             and (run := load(args.out / folder, args.steps))}
+    check_alike(runs.items(), arms)
     return tabulate(arms, args.seeds, runs, args.steps) | {"interrupted": interrupted, "errors": [
         f"{args.out / name}.log" for name, code in codes.items() if code not in (*RESULTS, None, *EXITS_STOPPED)]}
 
@@ -112,7 +114,7 @@ def run_experiment(arms: dict[str, Arm], args: argparse.Namespace, extra: list[s
 def collect_experiment(arms: dict[str, Arm], args: argparse.Namespace, extra: list[str]) -> dict:
     """`tabulate`'s table of the runs in `args.out` and `args.collect`, without running anything. What is not in
     `args.out` yet is kept there, thinned (collect.py). Errors: ValueError for folders without runs, and as `_choose`
-    and `tabulate`."""
+    and `check_alike`."""
     if extra:
         raise ValueError(f"--collect runs nothing, so {' '.join(extra)} cannot be passed on to train.py; leave it out")
     candidates, left_out = {}, set()
@@ -192,6 +194,7 @@ def make(arms: dict[str, Arm], args: argparse.Namespace, extra: list[str], path:
     args.seeds = list(dict.fromkeys(args.seeds))  # one that is given twice counts once
     found = {"flags": {name: getattr(args, name) for name in flags if hasattr(args, name)}}
     try:
+        check_targets(path, path.with_suffix(".png"), folders=(args.out,))
         found |= (run_experiment if args.collect is None else collect_experiment)(arms, args, extra)
         interrupted = found.pop("interrupted", False)  # of this call, not of its table
         write(found, path)

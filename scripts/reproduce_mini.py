@@ -21,7 +21,8 @@ from config import ConfigError
 from metrics import MetricsError
 from replay.order import OrderFile
 from scripts import compare
-from scripts.arms import FURTHER, RESULTS, check_arm, check_begun, run_arms
+from scripts.arms import FURTHER, RESULTS, check_arm, check_begun, check_goes_on, run_arms
+from scripts.targets import check_targets
 from stop import EXIT_SIGINT
 
 RECORDED = "flash_bf16"
@@ -50,15 +51,17 @@ def main(argv: list[str] | None = None) -> int:
     gpus = torch.cuda.device_count()
     name, first = argv_of(RECORDED, [*common, "--stop_when_failed=True"])
     try:
+        check_targets(folders=(args.out,))
         others = dict(argv_of(arm, common) for arm in args.arms)
         if name in others or len(others) < len(args.arms):
             raise ConfigError(f"--arms {' '.join(args.arms)}: an arm is named twice, or {RECORDED}, which is recorded")
         for arm, flags in {name: first, **others}.items():
             check_arm(arm, flags)  # hours before its turn comes
             check_begun(args.out / arm, flags)
+            check_goes_on(args.out / arm)  # to how many steps is known only when the first one has ended
         if args.parallel < 1:
             raise ConfigError(f"--parallel={args.parallel} must be at least 1")
-    except (ConfigError, MetricsError) as error:
+    except (ConfigError, MetricsError, OSError) as error:
         print(f"reproduce_mini: {error}", file=sys.stderr)
         return 2
     try:

@@ -2,6 +2,7 @@
 that compares or plots; nothing here touches a live run."""
 
 import contextlib
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,6 +41,11 @@ class Run:
         """Steps trained, as far as logged."""
         steps, _ = self.series("loss")
         return steps[-1] + 1 if steps else 0
+
+
+def nan_last(value: float) -> float:
+    """The key of a maximum that NaN is: what max makes of one by itself depends on where it stands."""
+    return math.inf if math.isnan(value) else value
 
 
 def load_run(path: str | Path) -> Run:

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 
-from failure import step_of_failure
+from failure import step_of_failure, step_of_turn
 from metrics import Metrics, MetricsError, read_metrics, read_run, to_json
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -311,6 +311,15 @@ def test_failure_is_a_rise_of_the_running_mean_by_more_than_half_a_nat():
     assert step_of_failure(range(200), [3.0] * 100 + [20.0] + [3.0] * 99) is None
     assert step_of_failure(range(1000), [11 / (1 + i / 50) for i in range(1000)]) is None
     assert step_of_failure(range(49), [3.0] * 20 + [9.0] * 29) is None
+
+
+def test_a_run_turns_at_the_smallest_of_the_rules_means():
+    """The first of equal ones; a window with a loss that is not finite has none; without a mean, the last step."""
+    assert step_of_turn(range(0, 600, 10), [3.0] * 50 + [2.0] + [9.0] * 9) == 500
+    assert step_of_turn(range(60), [3.0] * 60) == 49
+    for bad in (math.nan, math.inf):
+        assert step_of_turn(range(120), [3.0] * 50 + [2.0] * 9 + [bad] + [1.0] * 20 + [9.0] * 40) == 58
+    assert step_of_turn(range(49), [3.0] * 49) == 48
 
 
 def test_failure_needs_equally_many_steps_and_losses():

@@ -138,6 +138,12 @@ def test_wrong_arguments(source, tmp_path, capsys):
         prepare(source, source / "b.txt" / "out", "bytes")
 
 
+def test_a_folder_that_may_not_be_written_to_is_told_before_the_texts_are_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)  # root may write everywhere
+    with pytest.raises(DataError, match="may not be written to; choose another with --out"), locked(tmp_path):
+        pytest.fail("it went on")
+
+
 def test_a_bare_name_is_a_folder_under_data(tmp_path, monkeypatch, source):
     monkeypatch.setattr(meta, "REPOSITORY", tmp_path)
     assert main([str(source), "--out", "mine", "--tokenizer", "bytes"]) == 0

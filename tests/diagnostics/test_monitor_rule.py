@@ -85,6 +85,10 @@ def test_not_numbers():
     found = alarms(broken, wq_norm=100, row_max=100)
     assert [(a.step, a.signal, a.value) for a in found] == [(100, "wq_norm", math.inf), (400, "row_max", math.inf)]
 
+    for at in range(H):  # one head among those whose median the others are held against, wherever it stands
+        found = alarms(records(1, wq_norm={(0, at): [math.nan], (1, 1): [7.0]}), wq_ratio=3)
+        assert [(a.layer, a.head, a.value) for a in found] == [(0, at, math.inf), (1, 1, 3.5)]
+
 
 def test_zero_norms():
     assert alarms(records(3, wq_norm={(i, j): [0.0] for i in range(L) for j in range(H)}), wq_ratio=3) == []

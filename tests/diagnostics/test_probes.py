@@ -108,6 +108,16 @@ def test_wq_norms():
     assert wq_norms(planted_norms, H).tolist() == pytest.approx([7.0, 1e-3], rel=1e-7)
 
 
+@pytest.mark.parametrize("head", range(H))
+def test_what_is_the_largest_of_a_layer_is_nan_where_a_heads_is(head):
+    """Wherever it stands: Python's max keeps a NaN that comes first, and loses one that does not."""
+    model = planted()
+    model.transformer.h[1].attn.c_attn.weight.data[head * D, 0] = math.nan
+    values = probe(model, tokens(), AUTOCAST)
+    for name in ("wq_norm", "row_max"):
+        assert math.isnan(values[f"probe/{name}/layer1"]) and math.isfinite(values[f"probe/{name}/layer0"])
+
+
 def test_largest_eigenvalues():
     """Against an eigenvalue routine, close and equal ones included; zero stays zero, and NaN is no error."""
     torch.manual_seed(3)

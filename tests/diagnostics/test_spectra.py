@@ -191,9 +191,36 @@ def test_factor_entropy(D):
     f[3] *= 1e-20
     f[4] = torch.eye(D) * 1e20
     f[5] = 0
+    assert weights.factor_entropy(f * torch.nan).isnan().all()
     expected = weights.spectral_entropy(torch.linalg.svdvals(f))
     np.testing.assert_allclose(weights.factor_entropy(f), expected, atol=2e-6)
     np.testing.assert_allclose(weights.factor_entropy(f[None])[0], expected, atol=2e-6)
+
+
+@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_what_is_of_weights_that_are_not_finite_is_nan(exact, bad):
+    """Of one entry of W_Q, in layer 0 and head 1: in that matrix and head, and, but for norms, in the next layer, whose
+    inputs are not finite. The next probe of finite ones starts anew."""
+    one, idx = model(), torch.randint(0, V, (1, T), generator=torch.Generator().manual_seed(1))
+    weight = one.transformer.h[0].attn.c_attn.weight
+
+    def record():
+        watch.update(exact)
+        with watch.listening(), torch.no_grad():
+            one(idx)
+        return as_record(watch.values().tolist())
+
+    watch, kept = Spectra(one), weight.detach().clone()
+    weight.data[D, 3] = bad
+    found = record()
+    for name in ("norm", "alignment", "sign_diversity"):
+        assert np.isnan(found[f"probe/{name}_W_Q/layer0"]) and np.isfinite(found[f"probe/{name}_W_K/layer0"])
+        assert np.isnan(found[f"probe/{name}_W_K/layer1"]) == (name != "norm")
+    for name in ("qk_entropy_head", "alignment_head", "sign_diversity_head"):
+        assert np.isfinite(found[f"probe/{name}/layer0"]).tolist() == [True, False]
+    weight.data.copy_(kept)
+    assert np.isfinite(np.concatenate([np.atleast_1d(value) for value in record().values()])).all()
 
 
 @pytest.mark.parametrize("heads", [[torch.nan, 1.0], [1.0, torch.nan]])

@@ -262,6 +262,18 @@ def test_norms_and_entropy():
     assert weights.spectral_entropy(torch.zeros(3)).item() == 0
 
 
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_weights_that_are_not_finite(bad):
+    """NaN of their matrix and head alone: neither 0 nor LAPACK's error."""
+    weight, H = torch.randn(3 * C, C, generator=torch.Generator().manual_seed(0)), 3
+    norms, entropy = weights.head_norms(weight, H), weights.qk_entropy(weight, H)
+    weight[C // H, 0] = bad  # head 1's W_Q
+    for found, before in ((weights.head_norms(weight, H)[0], norms[0]), (weights.qk_entropy(weight, H), entropy)):
+        assert found.isfinite().tolist() == [head != 1 for head in range(H)]
+        assert torch.equal(found[::2], before[::2])
+    assert math.isnan(weights.spectral_norm(weight[:C])) and math.isfinite(weights.spectral_norm(weight[C:2 * C]))
+
+
 def test_gradient_error_is_that_of_wq():
     """dW_Q,hp - dW_Q,lp of two backward passes is the weighted sum of rank-1 matrices."""
     q, k, v, do = (x.double() for x in head(4))

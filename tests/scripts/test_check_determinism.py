@@ -52,9 +52,13 @@ def test_what_is_wrong_is_told_before_anything_is_written(tmp_path, capsys):
         check.main(["configs/cpu_standard.toml", "--batch_size=0", f"--out={tmp_path / 'out'}"])
     assert "batch_size=0 must be positive" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
-    with pytest.raises(SystemExit, match="status 2; its last lines"):
-        check.main(["configs/cpu_standard.toml", "--steps=1", f"--dataset={tmp_path / 'none'}",
-                    f"--out={tmp_path / 'out'}"])
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_run_that_fails_is_told_in_its_own_words(tmp_path, ranks):
+    with pytest.raises(SystemExit, match=r"status 2; its last lines.*\ntrain.py: error: .*none does not exist.*$"):
+        check.main(["configs/cpu_standard.toml", "--steps=1", f"--dataset={tmp_path / 'none'}", f"--ranks={ranks}",
+                    "--gradient_accumulation_steps=2", f"--out={tmp_path / 'out'}"])
 
 
 def test_numbers_that_cannot_be_and_flags_of_the_training(tmp_path):

@@ -13,7 +13,7 @@ import pytest
 
 from metrics import Metrics
 from replay.order import Header, Recorder
-from scripts.compare import UNCHECKED, compare, main, plot, plot_layers, table
+from scripts.compare import UNCHECKED, _last_and_largest, compare, main, plot, plot_layers, table
 from scripts.runs import CompareError, common_steps, difference, load_run, load_runs
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -47,6 +47,11 @@ def make_run(folder: Path, losses, *, seed=0, rows=None, keep_order=True, data="
 def pair(tmp_path):
     a = make_run(tmp_path / "a", [4.0, 3.0, 2.5, 2.0, 1.5])
     return a, make_run(tmp_path / "b", [4.0, 3.25, 2.25, 2.5, math.nan])
+
+
+def test_the_largest_of_a_series_is_nan_where_one_is():
+    assert str(_last_and_largest([0, 2, 4], [1.0, math.nan, 3.0])) == "{'last': 3.0, 'max': nan, 'step_of_max': 2}"
+    assert _last_and_largest([0, 2, 4], [1.0, 5.0, 5.0]) == {"last": 5.0, "max": 5.0, "step_of_max": 2}
 
 
 def test_numbers_are_those_of_the_logs(pair, tmp_path):

@@ -185,7 +185,7 @@ def test_what_is_written(run, diagnosed, tmp_path, capsys):
     """All files; the page says layer, head and the numbers; the scene alone gives the same, byte for byte."""
     out, found = diagnosed
     assert {p.name for p in out.iterdir()} == FIGURES | {"diagnosis.json", "diagnosis.md", "scene.npz"}
-    page = (out / "diagnosis.md").read_text()
+    page = " ".join((out / "diagnosis.md").read_text().split())
     assert f"layer {found['layer']}, head {found['head']}" in page and f"{found['shares'][-1]['sum']:+.2e}" in page
     assert f"{found['ties'][-1]['share']['one']:.1%} of rows have several P = 1" in page
     assert all(f"]({name})" in page for name in FIGURES)
@@ -302,9 +302,11 @@ def test_worst_head_rule():
 def test_what_lies_between_w_q_and_the_scores_is_told(run):
     """Coherence and growth take q for W_Q x; the page of a run where that is not so says it."""
     scene = diagnose.capture_run(run, "4", 1, 0, 2)
-    assert "between W_Q x and the scores" not in words(diagnosis.diagnose(scene))
+    assert "between W_Q x and the scores" not in " ".join(words(diagnosis.diagnose(scene)).split())
     scene.qk_norm, scene.spec = True, dataclasses.replace(scene.spec, softcap=30.0)
-    assert "has qk_norm and softcap between W_Q x and the scores" in words(diagnosis.diagnose(scene))
+    page = words(diagnosis.diagnose(scene))
+    assert "has qk_norm and softcap between W_Q x and the scores" in " ".join(page.split())
+    assert max(map(len, page.splitlines())) <= 120
 
 
 def test_a_scene_loses_nothing(tmp_path):

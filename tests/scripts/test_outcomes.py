@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from config import Config, ConfigError
-from scripts import arms, cures, grid, isolate, rates
+from scripts import arms, cures, grid, isolate, outcomes, rates
 from scripts.collect import collect, thin
 from scripts.isolate import ARMS
 from scripts.monitor import by_run
@@ -176,6 +176,14 @@ def test_calls_on_several_machines_make_one_table(tmp_path):
     assert table_of(out, "--collect") == found and (out / "isolation.png").stat().st_size > 5000
     assert {p.name for p in out.glob("seed*/*")} == {f"{arm}.{end}" for arm in ("flash_bf16", "delta_dp_p")
                                                      for end in ("jsonl.xz", "run.json")}
+
+
+def test_each_run_is_held_against_its_arm_once(tmp_path, monkeypatch):
+    write_run(tmp_path / "seed1/flash_bf16", 1, 100)
+    write_run(tmp_path / "seed2/flash_bf16", 2, 100)
+    compared, says = [], outcomes._says
+    monkeypatch.setattr(outcomes, "_says", lambda text, value: compared.append(value) or says(text, value))
+    assert table_of(tmp_path, "--collect", arms=("flash_bf16",))["rows"] and compared == [1, 2]
 
 
 def test_a_table_of_fewer_steps_forgets_what_came_after(tmp_path):

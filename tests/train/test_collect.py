@@ -2,8 +2,11 @@
 
 import lzma
 import os
+import re
 import subprocess
 import sys
+
+import pytest
 
 from metrics import read_metrics, read_run
 from replay.order import OrderFile
@@ -27,24 +30,52 @@ def test_what_is_kept_reads_as_the_run(runner, tmp_path, capsys):
     assert not (tmp_path / "new").exists() and "leave out --order" in capsys.readouterr().err
 
 
-def test_full_scale_runs_ends_in_time_and_goes_on(runner, corpus):
-    """Stopped by its clock, with its log kept; called again it resumes."""
+@pytest.fixture
+def full_scale(runner, corpus):
+    """Calls the script on the tiny run: function of its variables and further flags -> its process, ended."""
+    own = ("--out_dir", "--dataset", "--max_iters", "--checkpoint_interval")
+    flags = [a for a in runner.argv("unused") if not a.startswith(own)]
+    fixed = {"PYTHON": sys.executable, "CONFIG": "configs/cpu_flash_bf16.toml", "DATASET": str(corpus), "GPUS": "2",
+             "OUT": str(runner.root / "full"), "RESULTS": str(runner.root / "results"), "OMP_NUM_THREADS": "1",
+             "CUDA_VISIBLE_DEVICES": ""}
+
+    def call(*more, **variables):
+        return subprocess.run(["bash", "scripts/full_scale.sh", *flags, *more], cwd=ROOT, text=True, timeout=180,
+                              env=os.environ | fixed | variables, capture_output=True)
+
+    return call
+
+
+def test_full_scale_runs_ends_in_time_and_goes_on(runner, full_scale):
+    """Stopped by its clock, with its log kept, which is what it was to do; called again, on one rank, it resumes. What
+    cannot go on changes nothing."""
     out, results = runner.root / "full", runner.root / "results"
-    environment = os.environ | {"GPUS": "2", "PYTHON": sys.executable, "CONFIG": "configs/cpu_flash_bf16.toml",
-                                "DATASET": str(corpus), "OUT": str(out), "RESULTS": str(results),
-                                "OMP_NUM_THREADS": "1"}
-    flags = [a for a in runner.argv("unused") if not a.startswith(("--out_dir", "--dataset", "--max_iters",
-                                                                  "--checkpoint_interval"))]
-
-    def call(minutes, steps):
-        return subprocess.run(["bash", "scripts/full_scale.sh", *flags, f"--max_iters={steps}"], cwd=ROOT, text=True,
-                              env=environment | {"MINUTES": minutes}, capture_output=True, timeout=180)
-
-    first = call("0.4", 1_000_000)
-    assert "ended with status 124" in first.stdout, first.stderr
+    first = full_scale("--max_iters=1000000", MINUTES="0.4")
+    assert first.returncode == 0 and "ended with status 0" in first.stdout and first.stderr == "", first
+    assert read_run(out)["sessions"][-1]["exit_code"] == 143
     assert read_metrics(results / "full.jsonl.xz") == read_metrics(out) != []  # to the step at which it stopped
     assert lzma.decompress((results / "full.order.bin.xz").read_bytes()) == (out / "order.bin").read_bytes()
     done = len(read_metrics(out))
-    second = call("10", done + 20)
-    assert "ended with status 0" in second.stdout, second.stderr
+    second = full_scale(f"--max_iters={done + 20}", GPUS="")
+    assert second.returncode == 0 and "ended with status 0" in second.stdout, second
     assert max(r["step"] for r in read_metrics(results / "full.jsonl.xz")) == done + 20
+    kept = {path: path.read_bytes() for path in results.iterdir()}
+    third = full_scale("--max_iters=1")
+    assert third.returncode == 2 and third.stderr.splitlines()[-1].startswith("train.py: error: the checkpoint is at")
+    assert {path: path.read_bytes() for path in results.iterdir()} == kept and len(read_run(out)["sessions"]) == 2
+
+
+@pytest.mark.parametrize("variables, message", [({"DATASET": "nowhere"}, "data folder .*nowhere does not exist"),
+                                                ({"GPUS": "3"}, "is not divisible by the 3 ranks")])
+def test_full_scale_of_what_cannot_run_leaves_nothing(runner, full_scale, variables, message):
+    said = full_scale(**variables)
+    assert said.returncode == 2 and not list(runner.root.iterdir()) and said.stdout == ""
+    assert re.fullmatch(f"train.py: error: .*{message}.*", said.stderr.splitlines()[-1]), said.stderr
+
+
+def test_full_scale_ends_with_the_status_of_the_run(runner, full_scale):
+    """Both ranks meet a gradient that is not finite; torchrun itself would end with 1, behind a traceback."""
+    said = full_scale("--learning_rate=1e30", "--warmup_iters=0", "--grad_clip=0", "--max_iters=9")
+    assert said.returncode == 3 and "ended with status 3" in said.stdout, said
+    assert said.stderr.splitlines()[-1].startswith("train.py: stopped: "), said.stderr
+    assert read_metrics(runner.root / "results/full.jsonl.xz")

@@ -179,6 +179,28 @@ def test_more_steps_go_on_and_fewer_are_refused(one_arm, capsys):
     assert "seed1/pv_fp32 is at step 5, past --steps=4; give at least that, or" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("killed", [False, True])
+def test_an_arm_without_its_checkpoints_is_kept_and_cannot_go_on(one_arm, capsys, killed):
+    """Its log is its outcome, for as many steps as it has; more, or what was not finished, is told, not left undone."""
+    folder, argv = one_arm
+    assert isolate.main(isolate.__doc__, ARMS, "", "isolation.json", argv(3)) == 0
+    found, run = table(folder), folder / "seed1/pv_fp32"
+    for path in run.glob("*.pt"):
+        path.unlink()
+    assert isolate.main(isolate.__doc__, ARMS, "", "isolation.json", argv(3)) == 0 and table(folder) == found
+    if killed:
+        as_killed(run)
+    capsys.readouterr()
+    log = (folder / "seed1/pv_fp32.log").read_text()
+    assert isolate.main(isolate.__doc__, ARMS, "", "isolation.json", argv(5)) == 2
+    said = capsys.readouterr().err
+    assert f"{run} is at step 3 and cannot go on, as its checkpoints are gone; put its ckpt_*.pt back, or move" in said
+    assert len(said.splitlines()) == 1 and ("or give --steps=3" in said) != killed
+    assert (folder / "seed1/pv_fp32.log").read_text() == log and table(folder) == found
+    run.rename(folder / "away")
+    assert isolate.main(isolate.__doc__, ARMS, "", "isolation.json", argv(5)) == 0 and table(folder)["last_step"] == 4
+
+
 def test_an_interrupted_experiment_leaves_no_arm_running_and_a_table(runner, one_arm):
     """SIGTERM to the script: its arm saves and ends, and an arm that has logged no loss yet is an unfinished one."""
     folder, argv = one_arm

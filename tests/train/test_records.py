@@ -92,7 +92,7 @@ def test_one_process_a_folder(runner, tmp_path):
     metrics.log({"step": 0, "loss": 1.0})
     before = (tmp_path / "run/run.json").read_bytes()
     run = runner("run", code=2, out_dir=tmp_path / "run", init_from="scratch")
-    assert "already holds a run" in run.stderr
+    assert "already holds the log of a run" in run.stderr
     (tmp_path / "run/metrics.jsonl").write_bytes(b"")
     run = runner("run", code=2, out_dir=tmp_path / "run", init_from="scratch")
     assert "another process is running in" in run.stderr and (tmp_path / "run/run.json").read_bytes() == before

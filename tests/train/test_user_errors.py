@@ -129,6 +129,10 @@ def test_folder_in_use(runner):
     again = runner("run", code=2)
     assert_sentence(again.stderr, f"out_dir={first.out} already holds a run; .* --init_from=resume or choose another")
     assert {path: path.read_bytes() for path in first.out.iterdir()} == before
+    for path in first.out.glob("*.pt"):
+        path.unlink()
+    again = runner("run", code=2)
+    assert_sentence(again.stderr, "already holds the log of a run, and no checkpoint to go on from; move it away or")
 
 
 def test_flags_that_differ_from_the_checkpoint(runner, recorded):

@@ -1,0 +1,44 @@
+"""train.py on RANKS GPUs (processes, on a CPU) of this machine: python scripts/ranks.py RANKS CONFIG.toml [--key=value]
+
+As torchrun starts it, but it ends with the exit status of train.py, and what that said last stays last: torchrun ends
+with 1 whatever its ranks end with, behind a traceback of its own.
+"""
+
+import logging
+import os
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from torch.distributed import run
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+import train
+
+
+def main(argv: list[str]) -> int:
+    if not argv or not argv[0].isdecimal() or int(argv[0]) < 1:
+        print(f"ranks.py: {' '.join(argv[:1]) or 'nothing'} is no number of ranks, which comes first", file=sys.stderr)
+        return train.EXIT_USER
+    ranks, *flags = argv
+    logging.disable()  # torchrun's own words, in this process alone
+    os.environ["WORLD_SIZE"] = ranks  # for `prepare`; the ranks get theirs from torchrun
+    try:  # once, before any rank: torchrun ends all of them with the first one, perhaps before rank 0 has said why
+        train.prepare(train.load(flags))
+    except (ValueError, train.CheckpointError) as error:
+        return train.report("error", error, train.EXIT_USER)
+    try:
+        run.main(["--standalone", f"--nproc_per_node={ranks}", "--", str(ROOT / "train.py"), *flags])
+    except ChildFailedError as error:
+        code = error.get_first_failure()[1].exitcode
+        return 128 - code if code < 0 else code  # as a shell reports signals
+    except SignalException as error:
+        return 128 + error.sigval
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
