@@ -149,6 +149,7 @@ def pushes(frame, spec: AttentionSpec, rng: Tensor | None = None) -> dict[str, T
     `coherence.gradient_error`; the rest is dP's rounding, which delta = rowsum(dO O) does not share. sum: of delta's
     error alone, sum_T (delta_lp - delta_hp)[T] (paper figure 12). size: the root of the summed squares of push's terms,
     what independent errors without a bias would add up to. tied: the share of rows with several P = 1.
+    dw, dw_error: the exact dW_Q, and what everything rounded adds to it, of all sequences together, (D, C).
     rng: as `emulated.trace`.
     """
     alpha = frame.q.shape[-1] ** -0.5
@@ -163,7 +164,9 @@ def pushes(frame, spec: AttentionSpec, rng: Tensor | None = None) -> dict[str, T
     terms = alpha * pair.delta_error * along(p)
     ds = alpha * p * (frame.do.double() @ frame.v.double().mT - pair.delta_hp[..., None])
     rounded = score_gradients(frame.q, frame.k, frame.v, frame.do, pair, spec)
-    tied = (maxima(pair.s, "one").sum(-1) > 1).double().mean(-1)
-    return {"sum": pair.delta_error.sum(-1), "push": terms.sum(-1), "size": terms.norm(dim=-1), "tied": tied,
+    x = frame.x.double().flatten(0, 1)
+    dw, dw_error = ((rows @ k).flatten(0, 1).mT @ x for rows in (ds, rounded - ds))
+    return {"sum": pair.delta_error.sum(-1), "push": terms.sum(-1), "size": terms.norm(dim=-1),
+            "tied": (maxima(pair.s, "one").sum(-1) > 1).double().mean(-1),
             "gradient": -along(ds).sum(-1), "error": -along(rounded - ds).sum(-1),
-            "row_sum": -(rounded.sum(-1) * along(p)).sum(-1)}
+            "row_sum": -(rounded.sum(-1) * along(p)).sum(-1), "dw": dw, "dw_error": dw_error}

@@ -1,10 +1,10 @@
 """What cures the failing run, and at what price: every remedy that we know of, over the same seeds and batches.
 
-    python scripts/cures.py --dataset data/mini [--seeds 1 2 3 4 5] [--steps 10000] [--arms ARM ...] [--out runs/cures]
+    python scripts/cures.py --dataset data/mini [--seeds 1 2 3 4 5] [--steps 10000] [--arms ARM ...] [--out runs/rates]
 
-Rules of the stabilizer with their constants (Algorithm 3 and variants: NUMERICS in attention/spec.py), exacter
-roundings, and remedies from elsewhere. Compare the medians with flash_fp32's. How runs are made and counted: rates.py.
-Writes cures.json and cures.png into --out.
+Rules of the stabilizer with their constants (Algorithm 3 and variants: attention/spec.py), exacter roundings, and
+remedies from elsewhere. Compare the medians with flash_fp32's. How runs are made and counted: rates.py. Writes
+cures.json and cures.png into --out, where arms that isolate.py has too are run once for both.
 """
 
 import math
@@ -14,16 +14,16 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from attention.spec import SMALLEST_SHIFT
-from scripts.outcomes import FAILS, STABLE, Arm
+from scripts.isolate import ARMS as ISOLATION
+from scripts.outcomes import STABLE, Arm
 from scripts.rates import main
 
 # What `stabilized` is by default is not here again: rule capped, beta 2, epsilon 1e-3. The paper's rule is an arm too.
 RULES, BETAS, EPSILONS = ("clamp", "fixed", "unconditional", "lazy_max"), (1.001, 1.1, 8.0, 100.0), (0.0, 1e-2)
+EXACTER = ("delta_dp_p", "o_fp32", "output_stochastic", "pv_fp32", "scores_fp32", "fa2_o_fp32", "fa2_delta_dp_p")
 
 ARMS = {
-    "flash_bf16": Arm((), FAILS, "3.1"),
-    "flash_fp32": Arm(("--attention=flash_fp32",), STABLE, "3.1"),
-    "flash_fa2": Arm(("--attention=flash_fa2",)),
+    **{name: ISOLATION[name] for name in ("flash_bf16", "flash_fp32", "flash_fa2", "standard")},
     "stabilized": Arm(("--attention=stabilized",), STABLE, "4.2"),
     "stabilizer_paper": Arm(("--attention=stabilized", "--stabilizer=paper"), STABLE, "4.2"),
     **{f"stabilizer_{rule}": Arm(("--attention=stabilized", f"--stabilizer={rule}")) for rule in RULES},
@@ -36,14 +36,7 @@ ARMS = {
     "shift_cap_12": Arm(("--attention=stabilized", "--shift_cap=12")),
     "fixed_ln_2": Arm(("--attention=stabilized", "--stabilizer=fixed", f"--fixed_shift={math.log(2)!r}")),
     "shift_cap_17_ln_2": Arm(("--attention=stabilized", f"--shift_cap={17 * math.log(2)!r}")),
-    "output_fp32": Arm(("--output=fp32", "--pv=fp32"), STABLE, "3.2"),
-    # Errors as large as BF16's, without a sign: of O's last rounding, of the additions of P V, of both.
-    "output_stochastic": Arm(("--output=stochastic",)),
-    "pv_stochastic": Arm(("--pv=stochastic",)),
-    "pv_output_stochastic": Arm(("--pv=stochastic", "--output=stochastic")),
-    "pv_fp32_output_stochastic": Arm(("--pv=fp32", "--output=stochastic")),
-    "pv_fp32": Arm(("--pv=fp32",), STABLE, "3.3.2"),
-    "scores_fp32": Arm(("--scores=fp32",)),
+    **{name: ISOLATION[name] for name in EXACTER},
     "qk_norm": Arm(("--qk_norm=True",)),
     "qk_clip_100": Arm(("--qk_clip=100",)),
     "gated_attention": Arm(("--gated_attention=True",)),
@@ -51,9 +44,8 @@ ARMS = {
     "logit_softcap_30": Arm(("--logit_softcap=30",)),  # of the final logits; 50 and 30 are Gemma 2's
     "adamw_eps_1e-5": Arm(("--eps=1e-5",)),
     "weight_decay_0.1": Arm(("--weight_decay=0.1",)),
-    "standard": Arm(("--attention=standard",)),
     "standard_fp16": Arm(("--attention=standard", "--dtype=float16")),  # the flash kernels here round to BF16
 }
 
 if __name__ == "__main__":
-    sys.exit(main(__doc__, ARMS, "runs/cures", "cures.json"))
+    sys.exit(main(__doc__, ARMS, "runs/rates", "cures.json"))

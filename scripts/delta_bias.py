@@ -1,26 +1,40 @@
-"""Is the error of delta biased, and does it push W_Q along? Every head of a layer, over many sequences of a run.
+"""Do rounding errors push W_Q, and how hard? Every head of a layer, over many sequences of a run.
 
     python scripts/delta_bias.py RUN --steps 2000:4000 --layer 1 --sequences 256 [--heads 2 3] [--out delta_bias.json]
+                                 [--numerics flash_fa2 delta=dp_p ...]
 
 A checkpoint of step s reads the recorded rows of steps s, s + 1, ... until it has --sequences of them, or the last ones
 where these end before. For every head, means over sequences with their standard errors: the sum of delta_lp - delta_hp
-over a sequence (the paper's figure 5a), and its push, what that error does to the largest singular value of the head's
-W_Q (`diagnostics.bias.pushes`), beside what the exact gradient does. t is mean over standard error; beyond 3 either way
-is a bias. Losses are scaled as in training, so that a mean times the sequences of a step is what a step adds up.
+over a sequence (the paper's figure 5a), and what the exact gradient, that error and everything that is rounded do to
+the largest singular value of the head's W_Q (`diagnostics.bias.pushes`). t is mean over standard error; beyond 3 either
+way is a bias. Losses are scaled as in training, so that a mean times the sequences of a step is what a step adds up.
+
+Step by step: error_share, the spectral norm of the error of dW_Q over that of the exact dW_Q; error_rank_one, the share
+of the error's square that its first singular pair holds; error_cosine and error_cosine_size, the mean cosine of the
+errors of two steps, and the mean of its size (gradient_cosine: of the exact gradients). A bias gives cosines near 1;
+one direction whose sign changes from step to step gives a size near 1 and a mean near 0.
+
+--numerics asks the same of other roundings on the same weights and the same dO: BACKEND[+SWITCH=VALUE...], or
+SWITCH=VALUE[+...] on top of the run's own, which are "run".
 """
 
 import argparse
 import math
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
+from torch import Tensor
 
 import checkpoint
+from attention.layers import changed
+from attention.spec import NO_SWITCHES, AttentionSpec
 from config import ConfigError
 from diagnostics.bias import pushes
+from diagnostics.coherence import top_share
 from diagnostics.precision import head_spec
 from diagnostics.scene import capture_heads
 from metrics import MetricsError, to_json
@@ -29,8 +43,8 @@ from scripts.targets import check_targets
 
 
 def measure(run: Path, steps: str, layer: int, heads: list[int] | None, sequences: int, device: str,
-            dataset: str | None = None) -> list[dict]:
-    """A line for each checkpoint and head. Errors as `diagnose.open_run`."""
+            dataset: str | None = None, numerics: Sequence[str] = ("run",)) -> list[dict]:
+    """A line for each checkpoint, head and numerics. Errors as `diagnose.open_run`."""
     paths = chosen(run, steps)
     config, plan = open_run(run, dataset)
     if not 0 <= layer < config.n_layer:
@@ -41,36 +55,71 @@ def measure(run: Path, steps: str, layer: int, heads: list[int] | None, sequence
     if config.qk_norm or plan.specs[layer].softcap:
         raise ConfigError("what is measured holds for scores q k / sqrt(D) with q = W_Q x, and the run has "
                           f"{'qk_norm' if config.qk_norm else 'softcap'} between them")
+    if wrong := [change for change in numerics if change.partition("+")[0] in NO_SWITCHES]:
+        raise ConfigError(f"--numerics {' '.join(wrong)}: the roundings of that are torch's; name a flash backend")
+    for change in numerics:
+        _changed(plan.specs[layer], change)
     rows = math.ceil(sequences / config.sequences_per_step)
     if plan.order and rows > plan.order.rows:
         raise ConfigError(f"--sequences={sequences} need the rows of {rows} steps, and {plan.order.rows} were recorded;"
                           " choose fewer")
     lines = []
     for step, model, layers, autocast in models_of(config, plan, paths, device):
-        left, found = sequences, {head: [] for head in heads}
+        left, found = sequences, {(head, change): [] for head in heads for change in numerics}
+        steps_of = {key: [] for key in found}  # the exact dW_Q and its error, of each step that is read
         first = min(step, plan.order.rows - rows) if plan.order else step
         for at in range(first, first + rows):
             offsets = row_of(config, plan, at)[:left]
             left -= len(offsets)
+            sums = dict.fromkeys(found, 0.0)
             for part in range(0, len(offsets), config.batch_size):
                 x, y = (t.to(device) for t in plan.tokens["train"].batch(offsets[part:part + config.batch_size],
                                                                          config.block_size))
                 frames = capture_heads(model, x, y, autocast, layer, heads, step, len(x) / config.sequences_per_step)
                 layers[layer].rng[2].fill_(at * config.sequences_per_step + part)  # no draw twice, or t is too large
                 for head, frame in zip(heads, frames, strict=True):
-                    found[head].append(pushes(frame, head_spec(layers[layer].spec, head), layers[layer].rng))
-        for (head, values), frame in zip(found.items(), frames, strict=True):
-            line = {"step": step, "layer": layer, "head": head, "sequences": sequences,
-                    "wq_norm": torch.linalg.matrix_norm(frame.wq.double(), 2).item()}
-            for name in ("sum", "push", "gradient"):
-                one = torch.cat([value[name] for value in values])
-                mean, error = one.mean().item(), one.std().item() / math.sqrt(len(one))
-                line |= {name: mean, f"{name}_se": error, f"{name}_t": mean / error if error else 0.0}
-            size = torch.cat([value["size"] for value in values])
-            line |= {"push_independent_se": size.square().mean().sqrt().item() / math.sqrt(len(size)),
-                     "tied": torch.cat([value["tied"] for value in values]).mean().item()}
-            lines.append(line)
+                    for change in numerics:
+                        spec = head_spec(_changed(layers[layer].spec, change), head)
+                        one = pushes(frame, spec, layers[layer].rng)
+                        sums[head, change] += torch.stack([one.pop("dw"), one.pop("dw_error")])
+                        found[head, change].append(one)
+            for key, both in sums.items():
+                steps_of[key].append(both)
+        norms = {head: torch.linalg.matrix_norm(frame.wq.double(), 2).item()
+                 for head, frame in zip(heads, frames, strict=True)}
+        for (head, change), values in found.items():
+            lines.append({"step": step, "layer": layer, "head": head, "numerics": change, "sequences": sequences,
+                          "wq_norm": norms[head]} | by_sequence(values) | by_step(steps_of[head, change]))
     return lines
+
+
+def by_sequence(values: list[dict]) -> dict[str, float]:
+    """The script's measures over sequences, of what `pushes` found of each batch of them."""
+    found = {}
+    for name in ("sum", "push", "row_sum", "error", "gradient"):
+        one = torch.cat([value[name] for value in values])
+        mean, error = one.mean().item(), one.std().item() / math.sqrt(len(one))
+        found |= {name: mean, f"{name}_se": error, f"{name}_t": mean / error if error else 0.0}
+    size = torch.cat([value["size"] for value in values])
+    return found | {"push_independent_se": size.square().mean().sqrt().item() / math.sqrt(len(size)),
+                    "tied": torch.cat([value["tied"] for value in values]).mean().item()}
+
+
+def by_step(matrices: list[Tensor]) -> dict[str, float]:
+    """The script's measures step by step, of (exact dW_Q, its error) for each step; cosines are nan for one step."""
+    exact, errors = torch.stack(matrices).unbind(1)
+    share = torch.linalg.matrix_norm(errors, 2) / torch.linalg.matrix_norm(exact, 2)
+    found = {"error_share": share.mean().item(), "error_rank_one": sum(map(top_share, errors)) / len(errors)}
+    pairs = tuple(torch.triu_indices(len(errors), len(errors), 1))
+    for name, several in (("error", errors), ("gradient", exact)):
+        flat = torch.nn.functional.normalize(several.flatten(1), dim=1)
+        cosine = (flat @ flat.mT)[pairs]
+        found |= {f"{name}_cosine": cosine.mean().item(), f"{name}_cosine_size": cosine.abs().mean().item()}
+    return found
+
+
+def _changed(spec: AttentionSpec, change: str) -> AttentionSpec:
+    return spec if change == "run" else changed(spec, change)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -80,6 +129,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--steps", default=":", metavar="a:b", help="as diagnose.py's; default all")
     parser.add_argument("--layer", type=int, default=1, help="counted from 0; default 1, which fails in the paper")
     parser.add_argument("--heads", type=int, nargs="+", help="default: all of the layer")
+    parser.add_argument("--numerics", nargs="+", default=["run"], metavar="ROUNDINGS", help="default: the run's own")
     parser.add_argument("--sequences", type=int, default=256, help="for each checkpoint; default 256")
     parser.add_argument("--out", type=Path, help="default: RUN/delta_bias.json")
     parser.add_argument("--dataset", metavar="DIR", help="the run's corpus, where it has moved")
@@ -92,16 +142,21 @@ def main(argv: list[str] | None = None) -> int:
             raise ConfigError("--device=cuda, but torch sees no GPU; use --device=cpu")
         out = args.out or args.run / "delta_bias.json"
         check_targets(out)
-        lines = measure(args.run, args.steps, args.layer, args.heads, args.sequences, args.device, args.dataset)
+        lines = measure(args.run, args.steps, args.layer, args.heads, args.sequences, args.device, args.dataset,
+                        list(dict.fromkeys(args.numerics)))
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(to_json({"run": args.run.resolve().name, "rows": lines}, indent=1) + "\n", encoding="utf-8")
     except (ValueError, OSError, checkpoint.CheckpointError, MetricsError) as error:
         print(f"delta_bias.py: error: {error}", file=sys.stderr)
         return 2
-    print("  step head  |W_Q|  ties   sum of delta's error, t     push of |W_Q|, t    exact gradient's, t")
+    width = max(len(x["numerics"]) for x in lines)
+    print(f"  step head  |W_Q|  ties  {'numerics':<{width}}  push of |W_Q| by delta's error, t   by all errors, t   "
+          "by the exact gradient, t  error share  cosine  size")
     for x in lines:
-        print(f"{x['step']:6} {x['head']:4} {x['wq_norm']:6.1f} {x['tied']:5.2f}   {x['sum']:+.3e} {x['sum_t']:+6.1f}"
-              f"      {x['push']:+.3e} {x['push_t']:+6.1f}   {x['gradient']:+.3e} {x['gradient_t']:+6.1f}")
+        push, error, gradient = (f"{x[name]:+.3e} {x[f'{name}_t']:+6.1f}" for name in ("push", "error", "gradient"))
+        print(f"{x['step']:6} {x['head']:4} {x['wq_norm']:6.1f} {x['tied']:5.2f}  {x['numerics']:<{width}}  {push:>33}"
+              f"   {error:>16}   {gradient:>24}  {x['error_share']:11.3f}  {x['error_cosine']:+6.2f}  "
+              f"{x['error_cosine_size']:4.2f}")
     print(f"written to {out}")
     return 0
 

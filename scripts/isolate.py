@@ -1,10 +1,11 @@
-"""Which rounding, which layer, which heads: the paper's isolation experiments (sections 3.2 and 3.3.2), over seeds.
+"""Which rounding, which layer, which heads: the paper's isolation experiments (sections 3.2 and 3.3.2), over seeds,
+and what they leave open: is it the sign of the errors or their size, and which rounding is enough by itself?
 
-    python scripts/isolate.py --dataset data/mini [--seeds 1 2 3 4 5] [--steps 10000] [--out runs/isolation]
+    python scripts/isolate.py --dataset data/mini [--seeds 1 2 3 4 5] [--steps 10000] [--out runs/rates]
 
 For each seed flash_bf16 runs too, and from its recorded norms this script proposes the layer and the heads that fail,
 which the arms then confirm or refute. How runs are made and counted: rates.py. Writes isolation.json and isolation.png
-into --out.
+into --out, where arms that cures.py has too are run once for both.
 """
 
 import sys
@@ -28,7 +29,24 @@ ARMS = {
     "o_fp32_outlier_heads": Arm(("--output_heads={layer}:{heads}",), STABLE, "3.2"),
     "o_fp32_worst_head": Arm(("--output_heads={layer}:{head}",), UNTRIED, "-"),
     "pv_fp32": Arm(("--pv=fp32",), STABLE, "3.3.2"),
+    # Sign or size: errors as large as BF16's, without a sign; of O's last rounding, of the additions of P V, of both.
+    "output_stochastic": Arm(("--output=stochastic",)),
+    "pv_stochastic": Arm(("--pv=stochastic",)),
+    "pv_output_stochastic": Arm(("--pv=stochastic", "--output=stochastic")),
+    "pv_fp32_output_stochastic": Arm(("--pv=fp32", "--output=stochastic")),
+    # What is enough: flash_fa2 rounds operands, P and the stored O alone, the third arm of these nothing but O.
+    "flash_fa2": Arm(("--attention=flash_fa2",)),
+    "fa2_output_stochastic": Arm(("--attention=flash_fa2", "--output=stochastic")),
+    "fp32_output_bf16": Arm(("--attention=flash_fp32", "--output=bf16")),
+    "sdpa": Arm(("--attention=sdpa",)),
+    # and what takes it away there
+    "fa2_o_fp32": Arm(("--attention=flash_fa2", "--output=fp32")),
+    "fa2_delta_dp_p": Arm(("--attention=flash_fa2", "--delta=dp_p")),
+    "o_fp32_pv_bf16": Arm(("--output=fp32",)),
+    "scores_fp32": Arm(("--scores=fp32",)),
+    "standard": Arm(("--attention=standard",)),
+    "flash_fp32": Arm(("--attention=flash_fp32",), STABLE, "3.1"),
 }
 
 if __name__ == "__main__":
-    sys.exit(main(__doc__, ARMS, "runs/isolation", "isolation.json"))
+    sys.exit(main(__doc__, ARMS, "runs/rates", "isolation.json"))

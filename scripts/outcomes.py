@@ -100,12 +100,13 @@ def load(path: Path, steps: int) -> Run | None:
         run = load_run(path)
     except CompareError:
         return None
-    run = dataclasses.replace(run, records=[r for r in run.records if r["step"] < steps])
+    first = [r for r in run.records if r["step"] < steps]
+    run = dataclasses.replace(run, records=first, goes_on=run.steps > steps)
     return run if run.steps else None
 
 
 def finished(run: Run, steps: int) -> bool:
-    return run.steps >= steps or failure_of(run.records) is not None
+    return run.goes_on or run.steps >= steps or failure_of(run.records) is not None
 
 
 def row(arm: str, seed: int, run: Run | None, proposal: dict | None, steps: int) -> dict:
@@ -144,12 +145,14 @@ def summary(rows: list[dict], arms: dict[str, Arm]) -> list[dict]:
         mine = [r for r in rows if r["arm"] == name]
         done = [r for r in mine if r["failed"] is not None]
         failed, ran_away = (_rate(begun, name, event) for event in ("failed", "ran_away"))
-        line = {"arm": name, "section": arm.section, "paper": arm.paper, "failed": failed["yes"],
+        line = {"arm": name, "section": arm.section, "paper": arm.paper,
+                "begun": sum(r["arm"] == name for r in begun), "failed": failed["yes"],
                 "finished": len(done), "unfinished": len(mine) - len(done), "rate_low": failed["low"],
                 "rate_high": failed["high"], "p_fewer": failed["p"],
                 "verdict": verdict(arm.paper, failed["low"], failed["high"], failed["p"]),
                 "ran_away": ran_away["yes"], "ran_away_or_finished": ran_away["known"],
-                "runaway_low": ran_away["low"], "runaway_high": ran_away["high"], "runaway_p_fewer": ran_away["p"]}
+                "runaway_low": ran_away["low"], "runaway_high": ran_away["high"], "runaway_p_fewer": ran_away["p"],
+                "runaway_verdict": verdict(arm.paper, ran_away["low"], ran_away["high"], ran_away["p"])}
         for key in ("step_of_failure", "step_of_runaway", "final_loss", "ties", "wq_norm"):
             values = [r[key] for r in done if r.get(key) is not None]
             line[f"median_{key}"] = statistics.median(values) if values else None

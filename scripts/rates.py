@@ -5,8 +5,8 @@ until it counts as failed (failure.FailureRule) or reaches the last step, and wr
 by arm and a figure (outcomes.py). Arms that have their outcome are kept and interrupted ones resume, so that
 calling again goes on. With --collect it only reads what earlier calls left, on whichever machine:
 
-    python scripts/isolate.py --collect FOLDER ... --out results/mini/rates/isolation   # merge calls, keep their logs
-    python scripts/isolate.py --collect --out results/mini/rates/isolation              # the table again, from these
+    python scripts/isolate.py --collect FOLDER ... --out results/mini/rates   # merge calls, keep their logs
+    python scripts/isolate.py --collect --out results/mini/rates              # the table again, from these
 
 with the --arms, --seeds and --steps of the runs, or, where --out has a table already, with its own by default.
 Everything in table and figure comes from the runs' logs.
@@ -171,16 +171,29 @@ def write(found: dict, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(to_json(found, indent=1) + "\n")
     width = max(len(line["arm"]) for line in found["summary"])
-    print(f"{'arm':<{width}}  {'paper':<10}{'verdict':<11}failed  rate, 95 %    step   loss   ties    W_Q  ran away")
+    print(f"{'arm':<{width}}  {'paper':<10}{'failed, rate, 95 %, verdict':<36}  step  {'ran away':<36}  step   loss   "
+          "ties    W_Q")
     for line in found["summary"]:
-        if line["finished"] or line["unfinished"]:
-            numbers = [line[f"median_{key}"] for key in ("step_of_failure", "final_loss", "ties", "wq_norm")]
-            shown = [f"{'-' if n is None else format(n, spec):>6}" for n, spec in
-                     zip(numbers, (".0f", ".3f", ".2f", ".1f"), strict=True)]
-            print(f"{line['arm']:<{width}}  {line['paper']:<10}{line['verdict']:<11}{line['failed']} of "
-                  f"{line['finished']}  {line['rate_low']:.2f} to {line['rate_high']:.2f}  {' '.join(shown)}  "
-                  f"{line['ran_away']} of {line['ran_away_or_finished']}"
+        if line["begun"]:
+            events = [f"{_event(line, 'failed', 'finished', 'rate', 'verdict'):<36}",
+                      _number(line["median_step_of_failure"], ".0f") + "  ",
+                      f"{_event(line, 'ran_away', 'ran_away_or_finished', 'runaway', 'runaway_verdict'):<36}",
+                      _number(line["median_step_of_runaway"], ".0f") + "  "]
+            others = " ".join(_number(line[f"median_{name}"], spec) for name, spec in
+                              (("final_loss", ".3f"), ("ties", ".2f"), ("wq_norm", ".1f")))
+            print(f"{line['arm']:<{width}}  {line['paper']:<10}{''.join(events)}{others}"
                   + (f"  ({line['unfinished']} unfinished)" if line["unfinished"] else ""))
+    if waiting := [line["arm"] for line in found["summary"] if not line["begun"]]:
+        print(f"not begun: {' '.join(waiting)}")
+
+
+def _event(line: dict, yes: str, known: str, rate: str, verdict: str) -> str:
+    return (f"{line[yes]} of {line[known]}  {line[f'{rate}_low']:.2f} to {line[f'{rate}_high']:.2f}  "
+            f"{line[verdict].replace('-', '')}")
+
+
+def _number(value: float | None, spec: str) -> str:
+    return f"{'-' if value is None else format(value, spec):>6}"
 
 
 def make(arms: dict[str, Arm], args: argparse.Namespace, extra: list[str], path: Path, figure=draw) -> int:

@@ -24,6 +24,7 @@ class Run:
     info: dict
     records: list[dict]
     name: str
+    goes_on: bool = False  # past these records, which are its first ones
 
     def series(self, key: str) -> tuple[list[int], list[float]]:
         """Steps and values of the records that have the key."""

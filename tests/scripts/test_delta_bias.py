@@ -42,6 +42,9 @@ def test_the_exact_gradient_is_autograds(head, options):
     u, _, vt = torch.linalg.svd(weight[part].detach().double(), full_matrices=False)
     expected = -(u[:, 0] @ weight.grad[part].double() @ vt[0]).item()
     found = pushes(frame, spec)
+    torch.testing.assert_close(found["dw"].float(), weight.grad[part], rtol=1e-3,
+                               atol=1e-3 * weight.grad[part].abs().max().item())
+    assert found["dw_error"].norm() < 1e-3 * found["dw"].norm()
     assert found["gradient"].shape == (B,)
     assert found["gradient"].sum().item() == pytest.approx(expected, rel=1e-3, abs=1e-9)
     for name in ("push", "row_sum", "error"):  # nothing is rounded to BF16
@@ -114,11 +117,32 @@ def test_a_run(run, capsys):  # noqa: F811
     assert (last["step"], last["sequences"]) == (12, 12)
 
 
+def test_other_numerics_on_the_same_weights(run):  # noqa: F811
+    """The run's own are "run"; FP32 attention has no error, and delta = rowsum(dP P) a smaller one than dO O."""
+    argv = [str(run), "--steps", "8", "--sequences", "12", "--heads", "1", "--device", "cpu", "--numerics", "run",
+            "delta=dp_p", "flash_fp32", "run"]
+    assert delta_bias.main(argv) == 0
+    rows = {r["numerics"]: r for r in json.loads((run / "delta_bias.json").read_text())["rows"]}
+    assert list(rows) == ["run", "delta=dp_p", "flash_fp32"]
+    assert rows["flash_fp32"]["error_share"] < 1e-3 < rows["run"]["error_share"]
+    assert abs(rows["delta=dp_p"]["row_sum"]) < abs(rows["run"]["row_sum"])
+
+
+def test_cosines_tell_a_bias_from_a_direction_whose_sign_changes():
+    gradient, direction = torch.eye(3, dtype=torch.float64), torch.ones(3, 3, dtype=torch.float64)
+    for signs, cosine in [((1, 1, 1, 1), 1.0), ((1, -1, 1, -1), -1 / 3)]:
+        found = delta_bias.by_step([torch.stack([gradient, sign * direction]) for sign in signs])
+        assert found == pytest.approx({"error_share": 3.0, "error_rank_one": 1.0, "error_cosine": cosine,
+                                       "error_cosine_size": 1.0, "gradient_cosine": 1.0, "gradient_cosine_size": 1.0})
+
+
 @pytest.mark.parametrize("argv, words", [(["--sequences", "1"], "--sequences=1 must be at least 2"),
                                          (["--layer", "2"], "--layer=2 is outside layers 0..1"),
                                          (["--heads", "1", "2"], "--heads 1 2: the run has heads 0..1"),
                                          (["--steps", "12"], "need the rows of 32 steps, and 12 were recorded"),
-                                         (["--steps", "5"], "no checkpoint of step 5")])
+                                         (["--steps", "5"], "no checkpoint of step 5"),
+                                         (["--numerics", "sdpa"], "--numerics sdpa: the roundings of that are torch's"),
+                                         (["--numerics", "flash_bf17"], "flash_bf17")])
 def test_what_a_user_can_change(run, argv, words, capsys):  # noqa: F811
     assert delta_bias.main([str(run), "--device", "cpu", *argv]) == 2
     assert words in capsys.readouterr().err

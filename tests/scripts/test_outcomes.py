@@ -133,8 +133,8 @@ def test_share_failed_by_a_step_leaves_out_runs_that_ended_before():
     assert failed_by([line_of(50, 50, 20), line_of(None, 99)], "step_of_runaway") == ([0, 20], [0.0, 0.5])
 
 
-def write_run(folder, seed, steps, fails_at=None, probe=True, session=0, **config) -> Path:
-    """The log and header of a run of 3 layers and 2 heads, which logged each step; layer 1 is the one that grows."""
+def write_run(folder, seed, steps, fails_at=None, probe=True, session=0, every=1, **config) -> Path:
+    """The log and header of a run of 3 layers and 2 heads, logged every so often; layer 1 is the one that grows."""
     draw, folder = random.Random(f"{folder.name} {seed}"), Path(folder)
     folder.mkdir(parents=True)
     header = {"config": {"seed": seed, "batch_size": 64, "out_dir": str(folder), "max_iters": steps} | config,
@@ -142,7 +142,7 @@ def write_run(folder, seed, steps, fails_at=None, probe=True, session=0, **confi
               "git_commit": "c1", "device_name": "GPU", "sessions": [{"exit_code": session}]}
     (folder / "run.json").write_text(json.dumps(header))
     with (folder / "metrics.jsonl").open("w") as log:
-        for step in range(fails_at + 1 if fails_at else steps):
+        for step in range(0, fails_at + 1 if fails_at else steps, every):
             record = {"step": step, "loss": math.inf if step == fails_at else 3 + draw.random() / 100,
                       "time": 1.7e9 + draw.random()}
             if step % 20 == 0 and probe:
@@ -190,6 +190,13 @@ def test_a_table_of_fewer_steps_forgets_what_came_after(tmp_path):
     write_run(tmp_path / "seed1/flash_bf16", 1, 100, fails_at=70)
     (line, _) = table_of(tmp_path, "--collect", steps=50, seeds=(1,))["rows"]
     assert (line["failed"], line["step_of_failure"], line["last_step"]) == (False, None, 49)
+
+
+def test_a_run_that_went_on_past_the_last_step_is_finished_whatever_it_logged(tmp_path):
+    write_run(tmp_path / "seed1/flash_bf16", 1, 101, every=10)
+    for steps, failed in ((85, False), (100, False), (150, None)):
+        (line,) = table_of(tmp_path, "--collect", steps=steps, seeds=(1,), arms=("flash_bf16",))["rows"]
+        assert line["failed"] is failed, steps
 
 
 @pytest.mark.parametrize("seed, change, message", [
@@ -327,7 +334,7 @@ def test_a_bare_collect_makes_the_table_that_is_there_again(tmp_path, capsys):
         assert words in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "results/mini/rates").glob("*/*.json")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", sorted((ROOT / "results/mini/rates").glob("*.json")), ids=lambda path: path.stem)
 def test_tables_in_results_are_those_of_the_logs_beside_them(path, tmp_path):
     """The command that results/ documents, with the flags that each table holds, on links to the kept logs."""
     kept = json.loads(path.read_text())

@@ -74,7 +74,7 @@ def test_it_runs_and_goes_on_where_it_was(runner, corpus):
     assert all(r["failed"] is False and r["last_step"] == 3 and r["wq_norm"] > 0 for r in found["rows"])
     specs = json.loads((folder / "seed1/o_fp32_outlier_heads/run.json").read_text())["attention"]
     assert "fp32_heads=" in specs[found["rows"][0]["layer"]]
-    assert "flash_bf16            fails     undecided  0 of 1" in out
+    assert "flash_bf16            fails     0 of 1  0.00 to 0.79  undecided" in out
 
     as_killed(folder / "seed1/delta_dp_p")
     out, err = runner.start(command).communicate(timeout=120)
@@ -293,6 +293,6 @@ def test_the_small_run_checks_its_arms_before_it_records(tmp_path, corpus, capsy
 
 
 def test_an_experiment_of_losses_that_are_not_numbers_is_json(tmp_path):
-    found = {"rows": [{"final_loss": math.nan}], "summary": [{"arm": "a", "finished": 0, "unfinished": 0}]}
+    found = {"rows": [{"final_loss": math.nan}], "summary": [{"arm": "a", "begun": 0}]}
     write(found, tmp_path / "x.json")
     assert json.loads((tmp_path / "x.json").read_text(), parse_constant=pytest.fail)
