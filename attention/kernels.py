@@ -20,33 +20,40 @@ import triton.language as tl
 from attention.tiles import (
     add_bf16,
     assign,
+    count_of_pairs,
     divide_rows,
     dot,
     load_rows,
     load_tile,
+    max_of_pairs,
     narrow,
     operand,
+    pack,
     random_words,
     round_bf16,
     round_fp8,
     round_stochastic,
     store_rows,
     tanh,
+    unpack,
 )
 
 MASKED = tl.constexpr(-1.0e30)  # a masked score. Finite: a row that a tile masks entirely must not make inf - inf
+MASKED_PAIR = tl.constexpr(0xF14AF14A)  # two of it, in BF16
 LARGEST_CLAMPED_P = tl.constexpr(1 - 2**-8)
 
 
 @triton.jit
-def scores(b_q, b_k, SCORES: tl.constexpr, SCALE: tl.constexpr, SOFTCAP: tl.constexpr, DOTS: tl.constexpr):
-    """x = S / UNIT, not masked: Q K^T, or its transpose with the arguments exchanged. SCALE 1 leaves alpha to UNIT."""
+def scores(b_q, b_k, SCORES: tl.constexpr, SCALE: tl.constexpr, SOFTCAP: tl.constexpr, DOTS: tl.constexpr,
+           LAST: tl.constexpr = True):
+    """x = S / UNIT, not masked: Q K^T, or its transpose with the arguments exchanged. SCALE 1 leaves alpha to UNIT.
+    LAST: the last rounding to BF16 is made here."""
     x = dot(b_q, tl.trans(b_k), None, DOTS)
-    if SCORES == "bf16":
+    if SCORES == "bf16" and (LAST or SCALE != 1):
         x = round_bf16(x)
     if SCALE != 1:
         x = x * SCALE
-        if SCORES == "bf16":
+        if SCORES == "bf16" and LAST:
             x = round_bf16(x)
     if SOFTCAP != 0:
         x = tanh(x / SOFTCAP) * SOFTCAP
@@ -58,6 +65,14 @@ def mask(x, rows, first, KEYS: tl.constexpr, FILL: tl.constexpr):
     """x of KEYS keys from `first` on, FILL where a row must not see the key. Comparing a difference with 0 takes a
     third of the instructions of comparing the two positions."""
     return tl.where(((rows - first)[:, None] - tl.arange(0, KEYS)[None, :]) >= 0, x, FILL)
+
+
+@triton.jit
+def mask_pairs(pairs, rows, first, KEYS: tl.constexpr):
+    """As `mask`, of packed scores. Where the left one of a pair is masked, the right one is."""
+    ahead = (rows - first)[:, None] - tl.arange(0, KEYS // 2)[None, :]
+    pairs = tl.where(ahead >= KEYS // 2, pairs, (pairs & 0xFFFF) | (MASKED_PAIR & 0xFFFF0000))
+    return tl.where(ahead >= 0, pairs, MASKED_PAIR)
 
 
 @triton.jit
@@ -97,10 +112,10 @@ def element_index(head, rows, T, D: tl.constexpr, DP: tl.constexpr):
 
 @triton.jit
 def add_tile(acc, pv, a, p_rng, index, tile, PV: tl.constexpr):
-    """O a + P V. pv=bf16 rounds P V, O a and their sum; O is then kept in BF16, which halves its registers.
+    """O a + P V. pv=bf16 rounds P V, O a and their sum; O is then a BF16 value.
     pv=stochastic rounds them by words 1, 2 and 3 of an index that no other key tile has."""
     if PV == "bf16":
-        return add_bf16(narrow(acc.to(tl.float32) * a[:, None]), narrow(pv))
+        return add_bf16(acc * a[:, None], pv)
     elif PV == "stochastic":
         _, first, second, third = random_words(p_rng, index + (tl.cast(tile + 1, tl.int64) << 40))
         return round_stochastic(round_stochastic(acc * a[:, None], second) + round_stochastic(pv, first), third)
@@ -150,6 +165,7 @@ def forward_kernel(p_q, p_k, p_v, d_q, d_k, d_v, p_o, p_lse, p_ties, p_row_max, 
     of BLOCK_N; m and rs of the step are found first, then P V is summed over the parts in FP32 and rounded once.
     """
     COUNT: tl.constexpr = STATS or RULE == "paper" or RULE == "capped"
+    PAIRS: tl.constexpr = SCORES == "bf16" and SOFTCAP == 0  # scores are BF16 values, two in a register
     blocks = tl.cdiv(T, BLOCK_M)
     block, head = assign(blocks, HEADS, GROUP)
     start = (blocks - 1 - block) * BLOCK_M  # long rows first
@@ -166,8 +182,6 @@ def forward_kernel(p_q, p_k, p_v, d_q, d_k, d_v, p_o, p_lse, p_ties, p_row_max, 
     m = tl.full((BLOCK_M,), -float("inf"), tl.float32)
     l = tl.zeros((BLOCK_M,), tl.float32)
     acc = tl.zeros((BLOCK_M, DP), tl.float32)
-    if PV == "bf16":
-        acc = narrow(acc)
     ties, row_max = tl.zeros((BLOCK_M,), tl.int32), m
     index = element_index(head, rows, T, D, DP) if PV == "stochastic" else None
 
@@ -209,13 +223,24 @@ def forward_kernel(p_q, p_k, p_v, d_q, d_k, d_v, p_o, p_lse, p_ties, p_row_max, 
         tl.assume(end > 0)
         for n in range(0, end, BLOCK_N):
             b_k = operand(load_tile(p_k, d_k, token, h * skh, n, skt, T, BLOCK_N, D, DP, not EVEN, TMA), BF16)
-            x = scores(b_q, b_k, SCORES, SCALE, SOFTCAP, DOTS)
-            if n >= below:
-                x = mask(x, rows, n, BLOCK_N, MASKED)
-            rm = tl.max(x, 1)
+            x = scores(b_q, b_k, SCORES, SCALE, SOFTCAP, DOTS, not PAIRS)
+            if PAIRS:
+                pairs = pack(x)
+                if n >= below:
+                    pairs = mask_pairs(pairs, rows, n, BLOCK_N)
+                rm, x = max_of_pairs(pairs), unpack(pairs)
+            else:
+                if n >= below:
+                    x = mask(x, rows, n, BLOCK_N, MASKED)
+                rm = tl.max(x, 1)
             floor = rm - EPSILON  # P by way of it: ties are then sign bits of a difference that is there anyway
             above = x - floor[:, None]
-            rs = count_ties(above, rm, BLOCK_N) if COUNT else None
+            rs = None
+            if COUNT:
+                if PAIRS:
+                    rs = count_of_pairs(pairs, tl.maximum(floor, 0.5 * MASKED))
+                else:
+                    rs = count_ties(above, rm, BLOCK_N)
             m_new = new_maximum(m, rm, rs, RULE, BETA, CAP, LEAST, SHIFT)
             b_p = probabilities(above * LOG2 + ((floor - m_new) * LOG2)[:, None], RULE)
             a = tl.exp2((m - m_new) * LOG2)
@@ -237,7 +262,7 @@ def forward_kernel(p_q, p_k, p_v, d_q, d_k, d_v, p_o, p_lse, p_ties, p_row_max, 
     if STATS:
         tl.store(p_ties + p_rows, ties, mask=rows < T)
         tl.store(p_row_max + p_rows, row_max * UNIT, mask=rows < T)
-    o = divide_rows(acc.to(tl.float32), l)
+    o = divide_rows(acc, l)
     if OUTPUT != "fp32":
         unrounded = o
         if OUTPUT == "stochastic":
