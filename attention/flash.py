@@ -143,7 +143,7 @@ def describe_launch(spec: AttentionSpec, head_size: int, device: torch.device | 
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, rng: Tensor, spec: AttentionSpec,
-            want_stats: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+            want_stats: bool, counted: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """o, lse, ties and row_max as op.differentiable describes them."""
     _check(q, spec)
     (B, H, T, D), device = q.shape, q.device
@@ -151,13 +151,13 @@ def forward(q: Tensor, k: Tensor, v: Tensor, rng: Tensor, spec: AttentionSpec,
     (tile,) = launch.forward.values()
     o = output_like(q, spec.stores_fp32)
     lse = torch.empty((B, H, T), device=device, dtype=torch.float32)
-    ties = torch.empty((B, H, T) if want_stats else NOTHING, device=device, dtype=torch.int32)
+    ties = torch.empty((counted, H, T) if want_stats else NOTHING, device=device, dtype=torch.int32)
     row_max = torch.empty((B, H, T) if want_stats else NOTHING, device=device, dtype=torch.float32)
     q, k, v = _rows(q), _rows(k), _rows(v)
     tile = fitted(tile, q, k, v)
     with _on(device):
         kernels.forward_kernel[(_programs(B * H, T, tile.rows),)](
-            q, k, v, *_descriptors(tile, q, k, v), o, lse, ties, row_max, rng,
+            q, k, v, *_descriptors(tile, q, k, v), o, lse, ties, row_max, rng, counted * H,
             *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *o.stride()[:3],
             H, T, spec.tile_k or T, B * H, _group(k, B * H),
             **_switches(spec, D), **_forward_switches(spec, D), **_sizes(D, T, tile), STATS=want_stats,

@@ -143,15 +143,18 @@ def cast_p(b_p, PROBS: tl.constexpr):
 
 
 @triton.jit
-def count_ties(above, rm, KEYS: tl.constexpr):
-    """rs: how many scores of each row are within epsilon of its maximum rm, given above = x - (rm - epsilon): KEYS less
-    the sign bits. 0 where the tile masks the whole row."""
-    rs = KEYS + tl.sum(above.to(tl.int32, bitcast=True) >> 31, 1)
-    return tl.where(rm > 0.5 * MASKED, rs, 0)
+def count_ties(pairs, above, floor, rm, KEYS: tl.constexpr):
+    """rs: how many scores of each row are within epsilon of its maximum rm, not below floor = rm - epsilon: by `pairs`
+    of them, or KEYS less the sign bits of above = x - floor. 0 where the tile masks the whole row."""
+    if pairs is not None:
+        return count_of_pairs(pairs, tl.maximum(floor, 0.5 * MASKED))
+    else:
+        rs = KEYS + tl.sum(above.to(tl.int32, bitcast=True) >> 31, 1)
+        return tl.where(rm > 0.5 * MASKED, rs, 0)
 
 
-@triton.jit(do_not_specialize=["H", "TILE", "HEADS", "GROUP"])
-def forward_kernel(p_q, p_k, p_v, d_q, d_k, d_v, p_o, p_lse, p_ties, p_row_max, p_rng,
+@triton.jit(do_not_specialize=["counted", "H", "TILE", "HEADS", "GROUP"])
+def forward_kernel(p_q, p_k, p_v, d_q, d_k, d_v, p_o, p_lse, p_ties, p_row_max, p_rng, counted,
                    sqb, sqh, sqt, skb, skh, skt, svb, svh, svt, sob, soh, sot, H, T, TILE, HEADS, GROUP,
                    D: tl.constexpr, DP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EVEN: tl.constexpr,
                    UNIT: tl.constexpr, LOG2: tl.constexpr, SCALE: tl.constexpr, SOFTCAP: tl.constexpr,
@@ -160,12 +163,12 @@ def forward_kernel(p_q, p_k, p_v, d_q, d_k, d_v, p_o, p_lse, p_ties, p_row_max, 
                    BETA: tl.constexpr, CAP: tl.constexpr, LEAST: tl.constexpr, SHIFT: tl.constexpr,
                    EPSILON: tl.constexpr,
                    STATS: tl.constexpr, WIDE: tl.constexpr, DOTS: tl.constexpr, TMA: tl.constexpr):
-    """O, L and row statistics of one block of rows (paper Algorithm 1).
+    """O, L and row statistics of one block of rows (paper Algorithm 1); ties in the first `counted` heads alone.
 
     A tile of BLOCK_N keys is one step of the online softmax. WIDE: a step is TILE keys (up to the whole row), in parts
     of BLOCK_N; m and rs of the step are found first, then P V is summed over the parts in FP32 and rounded once.
     """
-    COUNT: tl.constexpr = STATS or RULE == "paper" or RULE == "capped"
+    TIED: tl.constexpr = RULE == "paper" or RULE == "capped"  # rules that count ties anyway
     PAIRS: tl.constexpr = SCORES == "bf16" and SOFTCAP == 0  # scores are BF16 values, two in a register
     blocks = tl.cdiv(T, BLOCK_M)
     block, head = assign(blocks, HEADS, GROUP)
@@ -195,12 +198,14 @@ def forward_kernel(p_q, p_k, p_v, d_q, d_k, d_v, p_o, p_lse, p_ties, p_row_max, 
                 b_k = operand(load_rows(p_k, n, skt, T, BLOCK_N, D, DP, not EVEN), BF16)
                 x = scores(b_q, b_k, SCORES, SCALE, SOFTCAP, DOTS)
                 rm = tl.maximum(rm, tl.max(mask(x, rows, n, BLOCK_N, MASKED), 1))
-            if COUNT:
-                for n in range(tile, stop, BLOCK_N):
+            if TIED or STATS:
+                last = stop if TIED else tl.where(head < counted, stop, tile)
+                for n in range(tile, last, BLOCK_N):
                     b_k = operand(load_rows(p_k, n, skt, T, BLOCK_N, D, DP, not EVEN), BF16)
                     x = scores(b_q, b_k, SCORES, SCALE, SOFTCAP, DOTS)
                     x = mask(x, rows, n, BLOCK_N, MASKED)
-                    rs += count_ties(x - (rm - EPSILON)[:, None], rm, BLOCK_N)
+                    floor = rm - EPSILON
+                    rs += count_ties(None, x - floor[:, None], floor, rm, BLOCK_N)
             m_new = new_maximum(m, rm, rs, RULE, BETA, CAP, LEAST, SHIFT)
             pv = tl.zeros((BLOCK_M, DP), tl.float32)
             row_sum = tl.zeros((BLOCK_M,), tl.float32)
@@ -224,7 +229,7 @@ def forward_kernel(p_q, p_k, p_v, d_q, d_k, d_v, p_o, p_lse, p_ties, p_row_max, 
         tl.assume(end > 0)
         for n in range(0, end, BLOCK_N):
             b_k = operand(load_tile(p_k, d_k, token, h * skh, n, skt, T, BLOCK_N, D, DP, not EVEN, TMA), BF16)
-            x = scores(b_q, b_k, SCORES, SCALE, SOFTCAP, DOTS, not PAIRS)
+            x, pairs = scores(b_q, b_k, SCORES, SCALE, SOFTCAP, DOTS, not PAIRS), None
             if PAIRS:
                 pairs = pack(x)
                 if n >= below:
@@ -237,11 +242,14 @@ def forward_kernel(p_q, p_k, p_v, d_q, d_k, d_v, p_o, p_lse, p_ties, p_row_max, 
             floor = rm - EPSILON  # P by way of it: ties are then sign bits of a difference that is there anyway
             above = x - floor[:, None]
             rs = None
-            if COUNT:
-                if PAIRS:
-                    rs = count_of_pairs(pairs, tl.maximum(floor, 0.5 * MASKED))
-                else:
-                    rs = count_ties(above, rm, BLOCK_N)
+            if TIED:
+                rs = count_ties(pairs, above, floor, rm, BLOCK_N)
+            if STATS:
+                row_max = tl.maximum(row_max, rm)
+                if TIED:
+                    ties = tl.maximum(ties, rs)
+                elif head < counted:
+                    ties = tl.maximum(ties, count_ties(pairs, above, floor, rm, BLOCK_N))
             m_new = new_maximum(m, rm, rs, RULE, BETA, CAP, LEAST, SHIFT)
             b_p = probabilities(above * LOG2 + ((floor - m_new) * LOG2)[:, None], RULE)
             a = tl.exp2((m - m_new) * LOG2)
@@ -255,13 +263,11 @@ def forward_kernel(p_q, p_k, p_v, d_q, d_k, d_v, p_o, p_lse, p_ties, p_row_max, 
             else:
                 acc = add_tile(acc, dot(b_p, b_v, None, DOTS), a, p_rng, index, n // BLOCK_N, PV)
             m = m_new
-            if STATS:
-                ties, row_max = tl.maximum(ties, rs), tl.maximum(row_max, rm)
 
     p_rows = tl.cast(head, tl.int64) * T + rows
     tl.store(p_lse + p_rows, m * UNIT + tl.log(l), mask=rows < T)
     if STATS:
-        tl.store(p_ties + p_rows, ties, mask=rows < T)
+        tl.store(p_ties + p_rows, ties, mask=(rows < T) & (head < counted))
         tl.store(p_row_max + p_rows, row_max * UNIT, mask=rows < T)
     o = divide_rows(acc, l)
     if OUTPUT != "fp32":

@@ -92,13 +92,13 @@ class Passes:
         qkv, do = tensors(shape, dtype)
         self.q, self.k, self.v = (x.detach() for x in qkv)
         self.rng = torch.tensor(RNG, device=do.device)
-        self.o, self.lse = flash.forward(self.q, self.k, self.v, self.rng, self.spec, False)[:2]
+        self.o, self.lse = flash.forward(self.q, self.k, self.v, self.rng, self.spec, False, 0)[:2]
         self.do = do.to(self.o.dtype)
 
     def preset(self, kernel, keys):
         """Results of the pass that `kernel` belongs to, a forward pass in steps of `keys`."""
         if kernel == "forward":
-            return flash.forward(self.q, self.k, self.v, self.rng, self.at(keys), False)[:2]
+            return flash.forward(self.q, self.k, self.v, self.rng, self.at(keys), False, 0)[:2]
         return flash.backward(self.do, self.q, self.k, self.v, self.o, self.lse, self.spec)
 
     def with_tile(self, kernel, tile):
