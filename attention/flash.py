@@ -67,7 +67,7 @@ LAUNCHES = {
     (9, 64, "bf16"): Launch({128: Tile(64, 128, 4, 2, 168, True), 64: Tile(64, 64, 4, 3, 128), 32: Tile(128, 32, 4, 3)},
                             Tile(64, 64, 4, 2, 128, True), Tile(32, 64, 4, 3, 128, True)),
     # At 128 keys the tile that is faster by descriptors spills by pointers, where addresses take registers too.
-    (9, 128, "bf16"): Launch({128: Tile(64, 128, 4, 1, 0, True, otherwise=Tile(128, 128, 8, 2)),
+    (9, 128, "bf16"): Launch({128: Tile(64, 128, 4, 1, 168, True, otherwise=Tile(128, 128, 8, 2)),
                               64: Tile(64, 64, 4, 3, 0, True), 32: Tile(128, 32, 4, 3)},
                              Tile(64, 64, 4, 2, 0, True), Tile(64, 64, 4, 2, 0, True)),
     (9, 64, "fp32"): Launch({128: Tile(64, 128, 4, 1), 64: Tile(64, 64, 4, 2), 32: Tile(64, 32, 4, 2)},

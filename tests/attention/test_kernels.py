@@ -303,13 +303,13 @@ def test_launch_table():
 
 
 @pytest.mark.parametrize("choice, D, T, dtype, forward", [
-    ({}, 128, 1024, torch.bfloat16, "64x128/4w/1s/tma"),
+    ({}, 128, 1024, torch.bfloat16, "64x128/4w/1s/168r/tma"),
     ({}, 128, 1000, torch.bfloat16, "128x128/8w/2s"),
     ({}, 96, 1024, torch.bfloat16, "128x128/8w/2s"),
     ({}, 128, 1024, torch.float32, "128x128/8w/2s"),
     (dict(tile_k=FULL), 128, 1024, torch.bfloat16, "128x128/8w/2s"),
     (dict(tile_q=32), 128, 1000, torch.bfloat16, "32x128/8w/2s"),
-    (dict(tile_q=32), 128, 1024, torch.bfloat16, "32x128/4w/1s/tma"),
+    (dict(tile_q=32), 128, 1024, torch.bfloat16, "32x128/4w/1s/168r/tma"),
     (dict(backend="flash_fa2"), 128, 1024, torch.bfloat16, "64x64/4w/3s/tma"),
     ({}, 64, 1000, torch.bfloat16, "64x128/4w/2s/168r"),
 ])
