@@ -90,7 +90,7 @@ class Attention(nn.Module):
         if self.q_norm is not None:  # in FP32, so that the scores' rounding points stay the backend's alone
             q, k = self.q_norm(q.float()).to(v.dtype), self.k_norm(k.float()).to(v.dtype)
         if self.records_max and self.training:
-            y, stats = self.attend(q, k, v, stats=True)
+            y, stats = self.attend(q, k, v, stats=True, counted=0)
             with torch.no_grad():
                 self.max_score.copy_(torch.maximum(self.max_score, stats.row_max.float().amax((0, 2))))
         else:

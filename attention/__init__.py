@@ -17,11 +17,12 @@ __all__ = ["BACKENDS", "AttentionLayer", "AttentionSpec", "RowStats", "attend", 
 
 
 class RowStats(NamedTuple):
-    """What a monitor needs of each score row, both (B, H, T).
+    """What a monitor needs of each score row.
 
-    ties: int32, the largest count in any key tile of unmasked scores within `epsilon` of that tile's row maximum,
-        which is what the stabilizer sees (paper Algorithm 3, rs); a row is tied where ties > 1.
-    row_max: FP32, the maximum of S over the whole row, before any stabilizer.
+    ties: (B, H, T) int32, or of fewer sequences, where that was asked for: the largest count in any key tile of
+        unmasked scores within `epsilon` of that tile's row maximum, which is what the stabilizer sees (paper Algorithm
+        3, rs); a row is tied where ties > 1.
+    row_max: (B, H, T) FP32, the maximum of S over the whole row, before any stabilizer.
     """
 
     ties: Tensor
@@ -45,11 +46,13 @@ def kernel_for(spec: AttentionSpec, device: torch.device | str) -> str:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, rng: Tensor | None = None,
-           stats: bool = False) -> Tensor | tuple[Tensor, RowStats]:
+           stats: bool = False, counted: int | None = None) -> Tensor | tuple[Tensor, RowStats]:
     """Causal attention O = softmax(Q K^T / sqrt(D)) V with the roundings of `spec`.
 
     q, k, v: (B, H, T, D), any strides; BF16 values may travel in float32 tensors (they do on the CPU).
     rng: int64 (3,) = seed, layer, draw, for stochastic rounding; None is (0, 0, 0).
+    counted: the sequences, from the first, whose ties stats=True counts, which costs time; None is all, and row_max is
+        of all sequences anyway.
     Returns (B, H, T, D): q's dtype, or float32 where the spec keeps O in FP32; with stats=True also RowStats.
     Errors: ValueError for shapes, dtypes and devices it does not accept, the same for every backend.
     """
@@ -65,7 +68,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, rng: Tensor | N
             from attention.flash import flash as run
     if rng is None:
         rng = torch.zeros(3, dtype=torch.int64, device=q.device)
-    o, _, ties, row_max = run(q, k, v, rng, spec.key, stats)
+    counted = -1 if counted is None else min(counted, q.shape[0])
+    o, _, ties, row_max = run(q, k, v, rng, spec.key, stats, counted)
     return (o, RowStats(ties, row_max)) if stats else o
 
 
@@ -81,8 +85,8 @@ class AttentionLayer(nn.Module):
         self.spec = spec
         self.register_buffer("rng", torch.tensor([seed, layer, 0], dtype=torch.int64), persistent=False)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, stats: bool = False):
-        return attend(q, k, v, self.spec, self.rng, stats)
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, stats: bool = False, counted: int | None = None):
+        return attend(q, k, v, self.spec, self.rng, stats, counted)
 
     def extra_repr(self) -> str:
         return self.spec.describe()

@@ -56,12 +56,12 @@ def trace(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, do: Tensor | Non
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, rng: Tensor, spec: AttentionSpec,
-            want_stats: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+            want_stats: bool, counted: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """o, lse, ties and row_max as op.differentiable describes them (paper Algorithm 1)."""
     with torch.autocast(q.device.type, enabled=False):
         o, lse, ties, row_max = _tiles_forward(q, k, v, rng, spec, want_stats)
         out = output_like(q, spec.stores_fp32).copy_(_rounded_output(o.view(q.shape), rng, spec))
-    return out, lse, ties, row_max
+    return out, lse, ties[:counted] if want_stats else ties, row_max
 
 
 def backward(do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,

@@ -67,13 +67,13 @@ LAUNCHES = {
     (9, 64, "bf16"): Launch({128: Tile(64, 128, 4, 2, 168, True), 64: Tile(64, 64, 4, 3, 128), 32: Tile(128, 32, 4, 3)},
                             Tile(64, 64, 4, 2, 128, True), Tile(32, 64, 4, 3, 128, True)),
     # At 128 keys the tile that is faster by descriptors spills by pointers, where addresses take registers too.
-    (9, 128, "bf16"): Launch({128: Tile(64, 128, 4, 1, 0, True, otherwise=Tile(128, 128, 8, 2)),
+    (9, 128, "bf16"): Launch({128: Tile(64, 128, 4, 1, 168, True, otherwise=Tile(128, 128, 8, 2)),
                               64: Tile(64, 64, 4, 3, 0, True), 32: Tile(128, 32, 4, 3)},
                              Tile(64, 64, 4, 2, 0, True), Tile(64, 64, 4, 2, 0, True)),
     (9, 64, "fp32"): Launch({128: Tile(64, 128, 4, 1), 64: Tile(64, 64, 4, 2), 32: Tile(64, 32, 4, 2)},
                             Tile(64, 32, 4, 2), Tile(32, 128, 8, 2)),
     (9, 128, "fp32"): Launch({128: Tile(64, 128, 8, 1), 64: Tile(64, 64, 8, 1), 32: Tile(64, 32, 4, 1)},
-                             Tile(64, 16, 4, 2), Tile(16, 64, 4, 2)),
+                             Tile(64, 32, 4, 1), Tile(32, 64, 4, 1)),
     (8, 64, "bf16"): Launch({128: Tile(64, 128, 4, 2), 64: Tile(64, 64, 4, 2), 32: Tile(64, 32, 4, 2)},
                             Tile(64, 64, 4, 2), Tile(64, 64, 4, 2)),
     (8, 128, "bf16"): Launch({128: Tile(64, 128, 4, 1), 64: Tile(64, 64, 4, 2), 32: Tile(64, 32, 4, 2)},
@@ -100,6 +100,8 @@ def launch_for(spec: AttentionSpec, head_size: int, device: torch.device) -> tup
     generation = 9 if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9 else 8
     key = (generation, 64 if head_size <= 64 else 128, spec.operands)
     launch = LAUNCHES[key]
+    if head_size > 64 and (spec.operands, spec.dots) == ("fp32", "ieee"):  # without tensor cores factors take registers
+        launch = launch._replace(dq=launch.dq._replace(keys=16), dkdv=launch.dkdv._replace(rows=16))
     keys = min(spec.tile_k or LARGEST_TILE, LARGEST_TILE)
     tile = launch.forward[max(keys, 32)].with_rows(max(spec.tile_q, 16))
     tile = tile._replace(keys=min(keys, tile.keys))
@@ -143,7 +145,7 @@ def describe_launch(spec: AttentionSpec, head_size: int, device: torch.device | 
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, rng: Tensor, spec: AttentionSpec,
-            want_stats: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+            want_stats: bool, counted: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """o, lse, ties and row_max as op.differentiable describes them."""
     _check(q, spec)
     (B, H, T, D), device = q.shape, q.device
@@ -151,13 +153,13 @@ def forward(q: Tensor, k: Tensor, v: Tensor, rng: Tensor, spec: AttentionSpec,
     (tile,) = launch.forward.values()
     o = output_like(q, spec.stores_fp32)
     lse = torch.empty((B, H, T), device=device, dtype=torch.float32)
-    ties = torch.empty((B, H, T) if want_stats else NOTHING, device=device, dtype=torch.int32)
+    ties = torch.empty((counted, H, T) if want_stats else NOTHING, device=device, dtype=torch.int32)
     row_max = torch.empty((B, H, T) if want_stats else NOTHING, device=device, dtype=torch.float32)
     q, k, v = _rows(q), _rows(k), _rows(v)
     tile = fitted(tile, q, k, v)
     with _on(device):
         kernels.forward_kernel[(_programs(B * H, T, tile.rows),)](
-            q, k, v, *_descriptors(tile, q, k, v), o, lse, ties, row_max, rng,
+            q, k, v, *_descriptors(tile, q, k, v), o, lse, ties, row_max, rng, counted * H,
             *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *o.stride()[:3],
             H, T, spec.tile_k or T, B * H, _group(k, B * H),
             **_switches(spec, D), **_forward_switches(spec, D), **_sizes(D, T, tile), STATS=want_stats,
@@ -205,7 +207,8 @@ def _switches(spec: AttentionSpec, D: int) -> dict:
     """What every kernel is told of a spec. kernels.py says what UNIT and SCALE are."""
     unit, scale = _unit(spec, D)
     return dict(UNIT=unit, LOG2=unit * math.log2(math.e), SCALE=scale, SOFTCAP=float(spec.softcap),
-                BF16=spec.operands == "bf16", SCORES=spec.scores, DOTS=spec.dots)
+                BF16=spec.operands == "bf16", SCORES=spec.scores,
+                DOTS=spec.dots if spec.operands == "fp32" else "bf16")
 
 
 @functools.lru_cache

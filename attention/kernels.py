@@ -20,33 +20,41 @@ import triton.language as tl
 from attention.tiles import (
     add_bf16,
     assign,
+    count_of_pairs,
     divide_rows,
     dot,
     load_rows,
     load_tile,
+    max_of_pairs,
     narrow,
+    opaque,
     operand,
+    pack,
     random_words,
     round_bf16,
     round_fp8,
     round_stochastic,
     store_rows,
     tanh,
+    unpack,
 )
 
 MASKED = tl.constexpr(-1.0e30)  # a masked score. Finite: a row that a tile masks entirely must not make inf - inf
+MASKED_PAIR = tl.constexpr(0xF14AF14A)  # two of it, in BF16
 LARGEST_CLAMPED_P = tl.constexpr(1 - 2**-8)
 
 
 @triton.jit
-def scores(b_q, b_k, SCORES: tl.constexpr, SCALE: tl.constexpr, SOFTCAP: tl.constexpr, DOTS: tl.constexpr):
-    """x = S / UNIT, not masked: Q K^T, or its transpose with the arguments exchanged. SCALE 1 leaves alpha to UNIT."""
+def scores(b_q, b_k, SCORES: tl.constexpr, SCALE: tl.constexpr, SOFTCAP: tl.constexpr, DOTS: tl.constexpr,
+           LAST: tl.constexpr = True):
+    """x = S / UNIT, not masked: Q K^T, or its transpose with the arguments exchanged. SCALE 1 leaves alpha to UNIT.
+    LAST: the last rounding to BF16 is made here."""
     x = dot(b_q, tl.trans(b_k), None, DOTS)
-    if SCORES == "bf16":
+    if SCORES == "bf16" and (LAST or SCALE != 1):
         x = round_bf16(x)
     if SCALE != 1:
         x = x * SCALE
-        if SCORES == "bf16":
+        if SCORES == "bf16" and LAST:
             x = round_bf16(x)
     if SOFTCAP != 0:
         x = tanh(x / SOFTCAP) * SOFTCAP
@@ -58,6 +66,14 @@ def mask(x, rows, first, KEYS: tl.constexpr, FILL: tl.constexpr):
     """x of KEYS keys from `first` on, FILL where a row must not see the key. Comparing a difference with 0 takes a
     third of the instructions of comparing the two positions."""
     return tl.where(((rows - first)[:, None] - tl.arange(0, KEYS)[None, :]) >= 0, x, FILL)
+
+
+@triton.jit
+def mask_pairs(pairs, rows, first, KEYS: tl.constexpr):
+    """As `mask`, of packed scores. Where the left one of a pair is masked, the right one is."""
+    ahead = (rows - first)[:, None] - tl.arange(0, KEYS // 2)[None, :]
+    pairs = tl.where(ahead >= KEYS // 2, pairs, (pairs & 0xFFFF) | (MASKED_PAIR & 0xFFFF0000))
+    return tl.where(ahead >= 0, pairs, MASKED_PAIR)
 
 
 @triton.jit
@@ -97,10 +113,10 @@ def element_index(head, rows, T, D: tl.constexpr, DP: tl.constexpr):
 
 @triton.jit
 def add_tile(acc, pv, a, p_rng, index, tile, PV: tl.constexpr):
-    """O a + P V. pv=bf16 rounds P V, O a and their sum; O is then kept in BF16, which halves its registers.
+    """O a + P V. pv=bf16 rounds P V, O a and their sum; O is then a BF16 value.
     pv=stochastic rounds them by words 1, 2 and 3 of an index that no other key tile has."""
     if PV == "bf16":
-        return add_bf16(narrow(acc.to(tl.float32) * a[:, None]), narrow(pv))
+        return add_bf16(acc * a[:, None], pv)
     elif PV == "stochastic":
         _, first, second, third = random_words(p_rng, index + (tl.cast(tile + 1, tl.int64) << 40))
         return round_stochastic(round_stochastic(acc * a[:, None], second) + round_stochastic(pv, first), third)
@@ -127,15 +143,18 @@ def cast_p(b_p, PROBS: tl.constexpr):
 
 
 @triton.jit
-def count_ties(above, rm, KEYS: tl.constexpr):
-    """rs: how many scores of each row are within epsilon of its maximum rm, given above = x - (rm - epsilon): KEYS less
-    the sign bits. 0 where the tile masks the whole row."""
-    rs = KEYS + tl.sum(above.to(tl.int32, bitcast=True) >> 31, 1)
-    return tl.where(rm > 0.5 * MASKED, rs, 0)
+def count_ties(pairs, above, floor, rm, KEYS: tl.constexpr):
+    """rs: how many scores of each row are within epsilon of its maximum rm, not below floor = rm - epsilon: by `pairs`
+    of them, or KEYS less the sign bits of above = x - floor. 0 where the tile masks the whole row."""
+    if pairs is not None:
+        return count_of_pairs(pairs, tl.maximum(floor, 0.5 * MASKED))
+    else:
+        rs = KEYS + tl.sum(above.to(tl.int32, bitcast=True) >> 31, 1)
+        return tl.where(rm > 0.5 * MASKED, rs, 0)
 
 
-@triton.jit(do_not_specialize=["H", "TILE", "HEADS", "GROUP"])
-def forward_kernel(p_q, p_k, p_v, d_q, d_k, d_v, p_o, p_lse, p_ties, p_row_max, p_rng,
+@triton.jit(do_not_specialize=["counted", "H", "TILE", "HEADS", "GROUP"])
+def forward_kernel(p_q, p_k, p_v, d_q, d_k, d_v, p_o, p_lse, p_ties, p_row_max, p_rng, counted,
                    sqb, sqh, sqt, skb, skh, skt, svb, svh, svt, sob, soh, sot, H, T, TILE, HEADS, GROUP,
                    D: tl.constexpr, DP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EVEN: tl.constexpr,
                    UNIT: tl.constexpr, LOG2: tl.constexpr, SCALE: tl.constexpr, SOFTCAP: tl.constexpr,
@@ -144,12 +163,13 @@ def forward_kernel(p_q, p_k, p_v, d_q, d_k, d_v, p_o, p_lse, p_ties, p_row_max, 
                    BETA: tl.constexpr, CAP: tl.constexpr, LEAST: tl.constexpr, SHIFT: tl.constexpr,
                    EPSILON: tl.constexpr,
                    STATS: tl.constexpr, WIDE: tl.constexpr, DOTS: tl.constexpr, TMA: tl.constexpr):
-    """O, L and row statistics of one block of rows (paper Algorithm 1).
+    """O, L and row statistics of one block of rows (paper Algorithm 1); ties in the first `counted` heads alone.
 
     A tile of BLOCK_N keys is one step of the online softmax. WIDE: a step is TILE keys (up to the whole row), in parts
     of BLOCK_N; m and rs of the step are found first, then P V is summed over the parts in FP32 and rounded once.
     """
-    COUNT: tl.constexpr = STATS or RULE == "paper" or RULE == "capped"
+    TIED: tl.constexpr = RULE == "paper" or RULE == "capped"  # rules that count ties anyway
+    PAIRS: tl.constexpr = SCORES == "bf16" and SOFTCAP == 0  # scores are BF16 values, two in a register
     blocks = tl.cdiv(T, BLOCK_M)
     block, head = assign(blocks, HEADS, GROUP)
     start = (blocks - 1 - block) * BLOCK_M  # long rows first
@@ -166,8 +186,6 @@ def forward_kernel(p_q, p_k, p_v, d_q, d_k, d_v, p_o, p_lse, p_ties, p_row_max, 
     m = tl.full((BLOCK_M,), -float("inf"), tl.float32)
     l = tl.zeros((BLOCK_M,), tl.float32)
     acc = tl.zeros((BLOCK_M, DP), tl.float32)
-    if PV == "bf16":
-        acc = narrow(acc)
     ties, row_max = tl.zeros((BLOCK_M,), tl.int32), m
     index = element_index(head, rows, T, D, DP) if PV == "stochastic" else None
 
@@ -180,12 +198,14 @@ def forward_kernel(p_q, p_k, p_v, d_q, d_k, d_v, p_o, p_lse, p_ties, p_row_max, 
                 b_k = operand(load_rows(p_k, n, skt, T, BLOCK_N, D, DP, not EVEN), BF16)
                 x = scores(b_q, b_k, SCORES, SCALE, SOFTCAP, DOTS)
                 rm = tl.maximum(rm, tl.max(mask(x, rows, n, BLOCK_N, MASKED), 1))
-            if COUNT:
-                for n in range(tile, stop, BLOCK_N):
+            if TIED or STATS:
+                last = stop if TIED else tl.where(head < counted, stop, tile)
+                for n in range(tile, last, BLOCK_N):
                     b_k = operand(load_rows(p_k, n, skt, T, BLOCK_N, D, DP, not EVEN), BF16)
                     x = scores(b_q, b_k, SCORES, SCALE, SOFTCAP, DOTS)
                     x = mask(x, rows, n, BLOCK_N, MASKED)
-                    rs += count_ties(x - (rm - EPSILON)[:, None], rm, BLOCK_N)
+                    floor = rm - EPSILON
+                    rs += count_ties(None, x - floor[:, None], floor, rm, BLOCK_N)
             m_new = new_maximum(m, rm, rs, RULE, BETA, CAP, LEAST, SHIFT)
             pv = tl.zeros((BLOCK_M, DP), tl.float32)
             row_sum = tl.zeros((BLOCK_M,), tl.float32)
@@ -196,7 +216,7 @@ def forward_kernel(p_q, p_k, p_v, d_q, d_k, d_v, p_o, p_lse, p_ties, p_row_max, 
                 x = mask(x, rows, n, BLOCK_N, MASKED)
                 b_p = probabilities((x - m_new[:, None]) * LOG2, RULE)
                 row_sum += tl.sum(b_p, 1)
-                pv = dot(cast_p(b_p, PROBS), b_v, pv, DOTS)
+                pv = dot(cast_p(b_p, PROBS), b_v, pv, DOTS, True)
             a = tl.exp2((m - m_new) * LOG2)
             acc = add_tile(acc, pv, a, p_rng, index, tile // TILE, PV)
             l = l * a + row_sum
@@ -209,13 +229,27 @@ def forward_kernel(p_q, p_k, p_v, d_q, d_k, d_v, p_o, p_lse, p_ties, p_row_max, 
         tl.assume(end > 0)
         for n in range(0, end, BLOCK_N):
             b_k = operand(load_tile(p_k, d_k, token, h * skh, n, skt, T, BLOCK_N, D, DP, not EVEN, TMA), BF16)
-            x = scores(b_q, b_k, SCORES, SCALE, SOFTCAP, DOTS)
-            if n >= below:
-                x = mask(x, rows, n, BLOCK_N, MASKED)
-            rm = tl.max(x, 1)
+            x, pairs = scores(b_q, b_k, SCORES, SCALE, SOFTCAP, DOTS, not PAIRS), None
+            if PAIRS:
+                pairs = pack(x)
+                if n >= below:
+                    pairs = mask_pairs(pairs, rows, n, BLOCK_N)
+                rm, x = max_of_pairs(pairs), unpack(pairs)
+            else:
+                if n >= below:
+                    x = mask(x, rows, n, BLOCK_N, MASKED)
+                rm = tl.max(x, 1)
             floor = rm - EPSILON  # P by way of it: ties are then sign bits of a difference that is there anyway
             above = x - floor[:, None]
-            rs = count_ties(above, rm, BLOCK_N) if COUNT else None
+            rs = None
+            if TIED:
+                rs = count_ties(pairs, above, floor, rm, BLOCK_N)
+            if STATS:
+                row_max = tl.maximum(row_max, rm)
+                if TIED:
+                    ties = tl.maximum(ties, rs)
+                elif head < counted:
+                    ties = tl.maximum(ties, count_ties(pairs, above, floor, rm, BLOCK_N))
             m_new = new_maximum(m, rm, rs, RULE, BETA, CAP, LEAST, SHIFT)
             b_p = probabilities(above * LOG2 + ((floor - m_new) * LOG2)[:, None], RULE)
             a = tl.exp2((m - m_new) * LOG2)
@@ -225,19 +259,17 @@ def forward_kernel(p_q, p_k, p_v, d_q, d_k, d_v, p_o, p_lse, p_ties, p_row_max, 
             b_v = operand(load_tile(p_v, d_v, token, h * svh, n, svt, T, BLOCK_N, D, DP, not EVEN, TMA), BF16)
             b_p = cast_p(b_p, PROBS)
             if PV == "fp32":
-                acc = dot(b_p, b_v, acc * a[:, None], DOTS)
+                acc = dot(b_p, b_v, acc * a[:, None], DOTS, True)
             else:
-                acc = add_tile(acc, dot(b_p, b_v, None, DOTS), a, p_rng, index, n // BLOCK_N, PV)
+                acc = add_tile(acc, dot(b_p, b_v, None, DOTS, True), a, p_rng, index, n // BLOCK_N, PV)
             m = m_new
-            if STATS:
-                ties, row_max = tl.maximum(ties, rs), tl.maximum(row_max, rm)
 
     p_rows = tl.cast(head, tl.int64) * T + rows
     tl.store(p_lse + p_rows, m * UNIT + tl.log(l), mask=rows < T)
     if STATS:
-        tl.store(p_ties + p_rows, ties, mask=rows < T)
+        tl.store(p_ties + p_rows, ties, mask=(rows < T) & (head < counted))
         tl.store(p_row_max + p_rows, row_max * UNIT, mask=rows < T)
-    o = divide_rows(acc.to(tl.float32), l)
+    o = divide_rows(acc, l)
     if OUTPUT != "fp32":
         unrounded = o
         if OUTPUT == "stochastic":
@@ -319,7 +351,7 @@ def dq_kernel(p_q, p_k, p_v, d_q, d_k, d_v, d_do, p_o, p_do, p_lse, p_delta, p_d
         if SCORES == "bf16":
             dp = round_bf16(dp)
         b_ds = gradient_of_scores(b_p, dp, delta[:, None], x, ALPHA, SOFTCAP)
-        acc = dot(operand(b_ds, BF16), b_k, acc, DOTS)
+        acc = dot(operand(b_ds, BF16), b_k, acc, DOTS, True)
     if BF16:
         acc = round_bf16(acc)
     store_rows(p_dq + b * sxb + h * sxh, acc, start, sxt, T, BLOCK_M, D, DP)
@@ -367,14 +399,15 @@ def dkdv_kernel(p_q, p_k, p_v, d_q, d_k, d_v, d_do, p_do, p_lse, p_delta, p_dk, 
         x = scores(b_k, b_q, SCORES, SCALE, SOFTCAP, DOTS)
         b_p = tl.exp2((x - m[None, :]) * LOG2)
         if r < below:  # as in `mask`
-            b_p = tl.where((tl.arange(0, BLOCK_M)[None, :] - (keys - r)[:, None]) >= 0, b_p, 0.0)
+            ahead = keys - (opaque(r) if BF16 and BLOCK_M < 64 else r)  # or so short a branch is taken in every tile
+            b_p = tl.where((tl.arange(0, BLOCK_M)[None, :] - ahead[:, None]) >= 0, b_p, 0.0)
         b_do = operand(load_tile(p_do, d_do, token, col * sgh, r, sgt, T, BLOCK_M, D, DP, not EVEN, TMA), BF16)
-        b_dv = dot(operand(b_p, BF16), b_do, b_dv, DOTS)
+        b_dv = dot(operand(b_p, BF16), b_do, b_dv, DOTS, True)
         dp = dot(b_v, tl.trans(b_do), None, DOTS)
         if SCORES == "bf16":
             dp = round_bf16(dp)
         b_ds = gradient_of_scores(b_p, dp, delta[None, :], x, ALPHA, SOFTCAP)
-        b_dk = dot(operand(b_ds, BF16), b_q, b_dk, DOTS)
+        b_dk = dot(operand(b_ds, BF16), b_q, b_dk, DOTS, True)
     if BF16:
         b_dk, b_dv = round_bf16(b_dk), round_bf16(b_dv)
     store_rows(p_dk + b * sxb + h * sxh, b_dk, start, sxt, T, BLOCK_N, D, DP)

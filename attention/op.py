@@ -24,25 +24,26 @@ def output_like(q: Tensor, fp32: bool) -> Tensor:
 
 
 def differentiable(name: str, forward: Callable, backward: Callable) -> Callable:
-    """Registers `name` and returns op(q, k, v, rng, spec_key, want_stats) -> (o, lse, ties, row_max).
+    """Registers `name` and returns op(q, k, v, rng, spec_key, want_stats, counted=-1) -> (o, lse, ties, row_max).
 
-    forward(q, k, v, rng, spec, want_stats) -> o (B, H, T, D) as `output_like`; lse (B, H, T) FP32;
-        ties (B, H, T) int32 and row_max (B, H, T) FP32, or both of shape (0,) unless want_stats.
+    forward(q, k, v, rng, spec, want_stats, counted) -> o (B, H, T, D) as `output_like`; lse (B, H, T) FP32;
+        ties (counted, H, T) int32 of the first sequences (-1 in op: of all) and row_max (B, H, T) FP32, or both of
+        shape (0,) unless want_stats.
     backward(do, q, k, v, o, lse, spec) -> dq, dk, dv, each as `output_like` in q's dtype.
     rng: int64 (3,) = seed, layer, draw; read only where something is rounded stochastically.
     """
 
     @torch.library.custom_op(f"{name}_forward", mutates_args=())
-    def op(q: Tensor, k: Tensor, v: Tensor, rng: Tensor, spec: str, want_stats: bool) -> Four:
-        return forward(q, k, v, rng, from_key(spec), want_stats)
+    def op(q: Tensor, k: Tensor, v: Tensor, rng: Tensor, spec: str, want_stats: bool, counted: int = -1) -> Four:
+        return forward(q, k, v, rng, from_key(spec), want_stats, counted if counted >= 0 else q.shape[0])
 
     @op.register_fake
-    def _(q, k, v, rng, spec, want_stats):
+    def _(q, k, v, rng, spec, want_stats, counted=-1):
         B, H, T, _ = q.shape
-        rows = (B, H, T) if want_stats else NOTHING
+        rows, tied = ((B, H, T), (counted if counted >= 0 else B, H, T)) if want_stats else (NOTHING, NOTHING)
         acc = torch.promote_types(q.dtype, torch.float32)
         return (output_like(q, from_key(spec).stores_fp32), q.new_empty((B, H, T), dtype=acc),
-                q.new_empty(rows, dtype=torch.int32), q.new_empty(rows, dtype=acc))
+                q.new_empty(tied, dtype=torch.int32), q.new_empty(rows, dtype=acc))
 
     @torch.library.custom_op(f"{name}_backward", mutates_args=())
     def op_backward(do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, spec: str) -> Three:
@@ -53,7 +54,7 @@ def differentiable(name: str, forward: Callable, backward: Callable) -> Callable
         return output_like(q, False), output_like(q, False), output_like(q, False)
 
     def setup(ctx, inputs, output):
-        q, k, v, _, ctx.spec, _ = inputs
+        q, k, v, _, ctx.spec, *_ = inputs
         o, lse, ties, row_max = output
         ctx.save_for_backward(q, k, v, o, lse)
         ctx.mark_non_differentiable(lse, ties, row_max)
@@ -61,8 +62,8 @@ def differentiable(name: str, forward: Callable, backward: Callable) -> Callable
 
     def grad(ctx, do, *_):
         if do is None:  # not even O has a gradient
-            return (None,) * 6
-        return (*op_backward(do, *ctx.saved_tensors, ctx.spec), None, None, None)
+            return (None,) * 7
+        return (*op_backward(do, *ctx.saved_tensors, ctx.spec), None, None, None, None)
 
     op.register_autograd(grad, setup_context=setup)
     return op

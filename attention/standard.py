@@ -52,7 +52,7 @@ def _softmax(s: Tensor) -> Tensor:
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, rng: Tensor, spec: AttentionSpec,
-            want_stats: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+            want_stats: bool, counted: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """o, lse, ties and row_max as op.differentiable describes them; statistics see the full row."""
     with torch.autocast(q.device.type, enabled=False):
         f = _Format(q)
@@ -63,6 +63,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, rng: Tensor, spec: AttentionSpec,
         out.copy_(f.cast(f.cast(p) @ v))
         ties, row_max = _row_statistics(s, spec.epsilon)
         lse = row_max - p.amax(-1).log()  # the largest P of a row is 1 / l
+        ties = ties[:counted]
         if not want_stats:
             ties, row_max = ties.new_empty(NOTHING), row_max.new_empty(NOTHING)
     return out, lse, ties, row_max
@@ -92,7 +93,7 @@ standard = differentiable("lpattn::standard", forward, backward)
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, rng: Tensor, spec_key: str,
-         want_stats: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+         want_stats: bool, counted: int = -1) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """torch's fused attention; returns o (B, H, T, D), an empty lse, ties and row_max (both empty unless asked for).
 
     float32 tensors: on a GPU the BF16 kernel runs on their rounded values. Elsewhere torch's FP32 kernel does, on
@@ -109,6 +110,7 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, rng: Tensor, spec_key: str,
     acc = torch.promote_types(dtype, torch.float32)
     if want_stats:
         ties, row_max = _statistics(q.detach(), k.detach(), spec_key)
+        ties = ties[:counted] if counted >= 0 else ties
     else:
         ties, row_max = q.new_empty(NOTHING, dtype=torch.int32), q.new_empty(NOTHING, dtype=acc)
     return o, q.new_empty(NOTHING, dtype=acc), ties, row_max

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 INTERPRET = tl.constexpr(triton.knobs.runtime.interpret)
+INVERSE = tl.constexpr(0xAF5EBF7F)  # 65537 / 127 modulo 2^32
 
 
 @triton.jit
@@ -35,13 +36,77 @@ def round_bf16(x):
 
 @triton.jit
 def add_bf16(x, y):
-    """bf16(x + y) of BF16 tensors, two at a time: one rounding of the exact sum, which FP32 then BF16 equals too."""
+    """bf16(bf16(x) + bf16(y)), FP32 that carries BF16 values. The sum of two is rounded once, which is what FP32 and
+    then BF16 give too."""
     if INTERPRET:
-        return narrow(x + y)
+        return narrow(narrow(x) + narrow(y))
     else:
         return tl.inline_asm_elementwise(
-            "{ .reg .b32 one; mov.b32 one, 0x3F803F80; fma.rn.bf16x2 $0, $1, one, $2; }",
-            "=r,r,r", [x, y], dtype=tl.bfloat16, is_pure=True, pack=2)
+            "{ .reg .b32 x, y, one; cvt.rn.bf16x2.f32 x, $3, $2; cvt.rn.bf16x2.f32 y, $5, $4; mov.b32 one, 0x3F803F80; "
+            "fma.rn.bf16x2 x, x, one, y; shl.b32 $0, x, 16; and.b32 $1, x, 0xffff0000; }",
+            "=r,=r,r,r,r,r", [x, y], dtype=tl.float32, is_pure=True, pack=2)
+
+
+# Two BF16 values in one register: entries of the left and of the right half of a tile's columns. One thread holds both,
+# so halving and joining a tile move nothing and keep the order of a thread's entries, and with it that of its sums.
+
+@triton.jit
+def halves(x):
+    return tl.split(tl.permute(tl.reshape(x, (x.shape[0], 2, x.shape[1] // 2)), (0, 2, 1)))
+
+
+@triton.jit
+def joined(left, right):
+    return tl.reshape(tl.permute(tl.join(left, right), (0, 2, 1)), (left.shape[0], 2 * left.shape[1]))
+
+
+@triton.jit
+def pack(x):
+    """The halves of FP32 x, rounded to BF16 as by `narrow`: uint32."""
+    left, right = halves(x)
+    if INTERPRET:
+        left, right = narrow(left).to(tl.uint32, bitcast=True), narrow(right).to(tl.uint32, bitcast=True)
+        return (left >> 16) | right
+    else:
+        return tl.inline_asm_elementwise("cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [left, right], dtype=tl.uint32,
+                                         is_pure=True, pack=1)
+
+
+@triton.jit
+def unpack(pairs):
+    """FP32 that carries the BF16 values."""
+    return joined((pairs << 16).to(tl.float32, bitcast=True), (pairs & 0xFFFF0000).to(tl.float32, bitcast=True))
+
+
+@triton.jit
+def larger_pair(x, y):
+    return tl.inline_asm_elementwise("max.bf16x2 $0, $1, $2;", "=r,r,r", [x, y], dtype=tl.uint32, is_pure=True, pack=1)
+
+
+@triton.jit
+def max_of_pairs(pairs):
+    """The largest value of each row. A maximum of three pairs is one instruction."""
+    if INTERPRET:
+        return tl.max(unpack(pairs), 1)
+    else:
+        most = tl.reduce(pairs, 1, larger_pair)
+        return tl.maximum((most << 16).to(tl.float32, bitcast=True), (most & 0xFFFF0000).to(tl.float32, bitcast=True))
+
+
+@triton.jit
+def count_of_pairs(pairs, least):
+    """How many values of each row are not below `least`, FP32. A comparison gives 0x3F80 = 127 * 128, 1.0 in BF16, in
+    either half; the sum, L and R of them, is 127 * 128 (L + 65536 R) mod 2^32. Times 65537 / 127 mod 2^32 it is
+    2^23 (L + R) + 128 L, of no more than 256 columns. Adding integers takes three at a time."""
+    if INTERPRET:
+        return tl.sum((unpack(pairs) >= least[:, None]).to(tl.int32), 1)
+    else:
+        u = least.to(tl.int32, bitcast=True)
+        u = ((u + (~(u >> 31) & 0xFFFF)) >> 16).to(tl.uint32, bitcast=True)  # the next BF16 value that is not smaller
+        least = (u & 0xFFFF) | (u << 16)
+        found = tl.inline_asm_elementwise("set.ge.bf16x2.bf16x2 $0, $1, $2;", "=r,r,r", [pairs, least[:, None]],
+                                          dtype=tl.uint32, is_pure=True, pack=1)
+        return ((tl.sum(found, 1) * INVERSE) >> 23).to(tl.int32)
 
 
 @triton.jit
@@ -77,6 +142,15 @@ def round_stochastic(x, word):
     finite = (u & 0x7FFFFFFF) < 0x7F800000
     rounded = (u + (word & 0xFFFF)) & 0xFFFF0000
     return tl.where(finite, rounded, u).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def opaque(i):
+    """i, of which the compiler knows nothing: what it makes of it in a branch it cannot make for all tiles instead."""
+    if INTERPRET:
+        return i
+    else:
+        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [i], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
@@ -116,13 +190,42 @@ def operand(x, BF16: tl.constexpr):
 
 
 @triton.jit
-def dot(x, y, acc, DOTS: tl.constexpr):
-    """acc + x y with FP32 accumulation; acc may be None. FP32 means FP32: never plain TF32.
+def split_tf32(x):
+    """FP32 x as the sum of x rounded to the 11 bits of TF32 and of the rest, NaN in the rest."""
+    big = ((x.to(tl.uint32, bitcast=True) + 0x1000) & 0xFFFFE000).to(tl.float32, bitcast=True)
+    return big, x - big
 
-    Where one side is BF16, the FP32 side is cut into three BF16 parts, which hold all its 24 bits: products stay exact.
+
+@triton.jit
+def in_order_of_registers(x, y):
+    """x y is the same sum with each eight columns of x and rows of y in the order 0, 2, 4, 6, 1, 3, 5, 7. In that order
+    the threads that computed x hold what a product of TF32 reads from them."""
+    M: tl.constexpr = x.shape[0]
+    K: tl.constexpr = x.shape[1]
+    N: tl.constexpr = y.shape[1]
+    x = tl.reshape(tl.permute(tl.reshape(x, (M, K // 8, 4, 2)), (0, 1, 3, 2)), (M, K))
+    return x, tl.reshape(tl.permute(tl.reshape(y, (K // 8, 4, 2, N)), (0, 2, 1, 3)), (K, N))
+
+
+@triton.jit
+def dot(x, y, acc, DOTS: tl.constexpr, COMPUTED: tl.constexpr = False):
+    """acc + x y with FP32 accumulation; acc may be None. FP32 means FP32: never plain TF32. COMPUTED: x was computed
+    here, and not loaded.
+
+    FP32 factors are cut into two TF32 parts each; the product of the small ones, 2^-22 of it at most, is left out.
+    Triton's own "tf32x3" makes the same sum, and looks for NaN in every part besides. Where one side is BF16, the FP32
+    side is cut into three BF16 parts, which hold all its 24 bits: products stay exact.
     """
-    if x.dtype == y.dtype:
-        return tl.dot(x, y, acc, input_precision=DOTS)
+    if x.dtype == y.dtype and x.dtype == tl.float32 and DOTS == "tf32x3":  # BF16 in the interpreter has DOTS "bf16"
+        if COMPUTED:
+            x, y = in_order_of_registers(x, y)
+        x, x1 = split_tf32(x)
+        y, y1 = split_tf32(y)
+        acc = tl.dot(x1, y, acc, input_precision="tf32")
+        acc = tl.dot(x, y1, acc, input_precision="tf32")
+        return tl.dot(x, y, acc, input_precision="tf32")
+    elif x.dtype == y.dtype:
+        return tl.dot(x, y, acc, input_precision="ieee")
     elif DOTS == "ieee":
         return tl.dot(x.to(tl.float32), y.to(tl.float32), acc, input_precision="ieee")
     elif x.dtype == tl.float32:

@@ -33,16 +33,16 @@ ARMS = ("sdpa,flash_fa2,flash_bf16,stabilized,flash_bf16+stats,stabilized+stats,
         "flash_fp32/float32")
 
 
-def passes(spec, qkv, do, stats=False):
+def passes(spec, qkv, do, counted=None):
     """O, and (forward, backward) of a backend to be timed."""
     def run(stats=False):
         if spec.backend == "sdpa":  # not through the backend, which rounds float32 tensors to BF16 as autocast would
             return torch.nn.functional.scaled_dot_product_attention(*qkv, is_causal=True)
-        return attend(*qkv, spec, stats=stats)
+        return attend(*qkv, spec, stats=stats, counted=None if counted == -1 else counted)
 
     def forward():
         with torch.no_grad():
-            run(stats)
+            run(counted is not None)
 
     o = run()
     grad = do.to(o.dtype)
@@ -88,8 +88,8 @@ def table(rows) -> str:
 def needed(args):
     """What `bench` launches, for `builds`."""
     shapes = parse_shapes(args.shapes)
-    return [(dict(backend=spec.backend, tile_k=spec.tile_k), dtype, *shape[2:], stats) for name in args.arms.split(",")
-            for spec, stats, dtype in [parse_arm(name)] for shape in shapes]
+    return [(dict(backend=spec.backend, tile_k=spec.tile_k), dtype, *shape[2:], counted is not None)
+            for name in args.arms.split(",") for spec, counted, dtype in [parse_arm(name)] for shape in shapes]
 
 
 def build(args):
@@ -110,10 +110,10 @@ def bench(args):
     for shape in parse_shapes(args.shapes):
         calls, kept, found = [], [], []
         for name in names:
-            spec, stats, dtype = parse_arm(name)
+            spec, counted, dtype = parse_arm(name)
             try:
                 qkv, do = tensors(shape, dtype)
-                o, forward, backward = passes(spec, qkv, do, stats)
+                o, forward, backward = passes(spec, qkv, do, counted)
                 forward(), backward()
                 found.append(errors(o, qkv))
             except RuntimeError as e:  # out of memory, too
@@ -163,7 +163,8 @@ def peak(qkv, do, spec) -> tuple[int, int]:
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", default=SHAPES, help="B,H,T,D;B,H,T,D;...")
-    parser.add_argument("--arms", help="BACKEND[@TILE_K][+stats][/DTYPE],...; the first is the base")
+    parser.add_argument("--arms", help="BACKEND[@TILE_K][+stats[N]][/DTYPE],...; the first is the base; +stats2: with "
+                                       "row statistics, ties of the first 2 sequences alone")
     parser.add_argument("--rounds", type=int, default=30, help="timed calls of each pass of each backend")
     parser.add_argument("--seconds", type=float, default=120, help="budget of --tune, --check and of builds")
     parser.add_argument("--workers", type=int, default=12, help="processes that build; 0 builds on the way")

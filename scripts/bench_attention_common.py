@@ -26,19 +26,22 @@ def parse_shapes(text: str) -> list[tuple[int, int, int, int]]:
     return shapes
 
 
-def parse_arm(text: str) -> tuple[AttentionSpec, bool, torch.dtype]:
-    """BACKEND[@TILE_K][+stats][/DTYPE] -> spec, whether row statistics are asked for, dtype of the tensors.
+def parse_arm(text: str) -> tuple[AttentionSpec, int | None, torch.dtype]:
+    """BACKEND[@TILE_K][+stats[N]][/DTYPE] -> spec, the sequences whose ties are counted (-1: all; None: no row
+    statistics are asked for), dtype of the tensors.
 
     Errors: ValueError with the part at fault.
     """
     rest, slash, dtype = text.partition("/")
     rest, plus, stats = rest.partition("+")
+    counted = stats.removeprefix("stats")
     backend, at, tile = rest.partition("@")
-    if (slash and dtype not in DTYPES) or (plus and stats != "stats") or (at and not tile.isdigit()):
-        raise ValueError(f"--arms item {text!r} is not BACKEND[@TILE_K][+stats][/DTYPE] with a DTYPE of "
+    asked = stats.startswith("stats") and (not counted or counted.isdigit())
+    if (slash and dtype not in DTYPES) or (plus and not asked) or (at and not tile.isdigit()):
+        raise ValueError(f"--arms item {text!r} is not BACKEND[@TILE_K][+stats[N]][/DTYPE] with a DTYPE of "
                          f"{', '.join(DTYPES)}")
     spec = AttentionSpec(backend, **({"tile_k": int(tile)} if at else {}))
-    return spec, bool(plus), getattr(torch, dtype or "bfloat16")
+    return spec, int(counted or -1) if plus else None, getattr(torch, dtype or "bfloat16")
 
 
 def tensors(shape, dtype, std=1.0, seed=0):

@@ -10,48 +10,41 @@ from functools import partial
 import torch
 
 from attention import AttentionSpec, flash
-from scripts import bench_attention_specialised as specialised
 from scripts.bench_attention_common import RNG, Clock, parse_arm, parse_shapes, tensors, write
 from scripts.bench_attention_workers import building, spread
 
 TUNED = ("flash_fa2", "flash_bf16", "stabilized", "flash_fp32")
 LIMIT = 12  # seconds of a candidate that is built and compared
 
-# (head size, operands) -> kernel -> rows, keys, warps, stages, registers of its candidates and what loads: 0 threads,
-# 1 the copy engine, "ws1" and "ws2" warps of their own (bench_attention_specialised.py).
+# (head size, operands) -> kernel -> rows, keys, warps, stages, registers of its candidates, and whether the copy engine
+# loads them.
 CANDIDATES = {
     (64, "bf16"): dict(
-        forward=[(64, 64, 4, 3, 128, 0), (64, 64, 4, 3, 128, 1), (64, 128, 4, 2, 168, 0), (64, 128, 4, 2, 168, 1),
-                 (128, 64, 4, 2, 0, "ws1"), (128, 64, 4, 3, 0, "ws1"), (128, 64, 4, 2, 0, "ws2"),
-                 (128, 64, 4, 3, 0, "ws2"), (128, 128, 4, 2, 0, "ws1"), (128, 128, 4, 3, 0, "ws1"),
-                 (128, 128, 4, 1, 0, "ws2"), (128, 128, 4, 2, 0, "ws2")],
-        dq=[(64, 64, 4, 2, 128, 0), (64, 64, 4, 2, 128, 1), (64, 64, 4, 3, 128, 1), (128, 64, 4, 2, 0, "ws1"),
-            (128, 64, 4, 3, 0, "ws1"), (128, 128, 4, 1, 0, "ws1"), (128, 128, 4, 2, 0, "ws1")],
-        dkdv=[(32, 64, 4, 3, 128, 0), (32, 64, 4, 3, 128, 1), (64, 64, 4, 2, 168, 1), (32, 128, 4, 3, 0, "ws1"),
-              (64, 128, 4, 2, 0, "ws1"), (64, 128, 4, 3, 0, "ws1")]),
+        forward=[(64, 64, 4, 3, 128, 0), (64, 64, 4, 2, 128, 1), (128, 64, 8, 3, 128, 1), (64, 128, 4, 2, 168, 1),
+                 (64, 128, 4, 1, 128, 1), (64, 128, 4, 1, 168, 1), (64, 128, 4, 2, 128, 1), (128, 128, 8, 1, 128, 1)],
+        dq=[(64, 64, 4, 2, 128, 1), (64, 64, 4, 3, 128, 1), (128, 64, 8, 2, 128, 1), (128, 64, 4, 2, 0, 1)],
+        dkdv=[(32, 64, 4, 3, 128, 0), (32, 64, 4, 3, 128, 1), (32, 64, 4, 2, 128, 1), (32, 128, 8, 2, 128, 1),
+              (64, 64, 4, 2, 168, 1), (32, 128, 4, 2, 0, 1), (64, 128, 8, 2, 0, 1)]),
     (128, "bf16"): dict(
-        forward=[(64, 64, 4, 3, 0, 0), (64, 64, 4, 3, 0, 1), (64, 64, 4, 2, 0, 1), (128, 64, 8, 3, 0, 1),
-                 (128, 128, 8, 2, 0, 0), (128, 128, 8, 2, 0, 1), (64, 128, 4, 1, 0, 1), (128, 64, 4, 2, 0, "ws1"),
-                 (128, 64, 4, 2, 0, "ws2"), (128, 64, 4, 3, 0, "ws1"), (128, 64, 4, 1, 0, "ws2"),
-                 (128, 128, 4, 2, 0, "ws1"), (128, 128, 4, 1, 0, "ws2")],
-        dq=[(64, 64, 4, 2, 0, 0), (64, 64, 4, 2, 0, 1), (64, 64, 4, 2, 168, 1), (128, 64, 8, 2, 0, 1),
-            (128, 64, 4, 2, 0, "ws1"), (128, 64, 4, 3, 0, "ws1"), (128, 32, 4, 3, 0, "ws1")],
-        dkdv=[(64, 64, 4, 2, 0, 0), (64, 64, 4, 2, 0, 1), (32, 64, 4, 2, 0, 1), (64, 128, 8, 2, 0, 1),
-              (64, 128, 4, 2, 0, "ws1"), (32, 128, 4, 2, 0, "ws1"), (32, 128, 4, 3, 0, "ws1")]),
+        forward=[(64, 64, 4, 3, 0, 1), (64, 64, 4, 1, 168, 1), (64, 64, 4, 2, 168, 1), (64, 128, 4, 1, 0, 1),
+                 (64, 128, 4, 1, 168, 1), (128, 128, 8, 2, 0, 1)],
+        dq=[(64, 64, 4, 2, 0, 1), (64, 64, 4, 1, 168, 1), (64, 32, 4, 2, 168, 1), (64, 128, 4, 1, 0, 1)],
+        dkdv=[(64, 64, 4, 2, 0, 1), (64, 64, 4, 1, 0, 1), (64, 128, 8, 1, 0, 1)]),
     (64, "fp32"): dict(
-        forward=[(64, 32, 4, 2, 0, 0), (64, 64, 4, 2, 0, 0), (64, 64, 4, 1, 0, 0), (128, 32, 8, 2, 0, 0)],
-        dq=[(64, 32, 4, 2, 0, 0), (64, 64, 4, 2, 0, 0), (64, 32, 4, 2, 128, 0)],
-        dkdv=[(32, 128, 8, 2, 0, 0), (32, 64, 4, 2, 0, 0), (16, 64, 4, 2, 168, 0)]),
+        forward=[(64, 32, 4, 2, 0, 0), (64, 32, 4, 1, 0, 0), (64, 32, 4, 1, 128, 0), (128, 32, 8, 2, 128, 0),
+                 (64, 64, 4, 1, 0, 0), (128, 64, 8, 2, 0, 0)],
+        dq=[(64, 32, 4, 2, 0, 0), (64, 32, 4, 1, 0, 0), (64, 64, 4, 1, 0, 0), (128, 32, 8, 1, 0, 0)],
+        dkdv=[(32, 128, 8, 2, 0, 0), (32, 128, 8, 1, 0, 0), (32, 64, 4, 1, 0, 0), (32, 64, 4, 2, 0, 0)]),
     (128, "fp32"): dict(
-        forward=[(64, 32, 4, 1, 0, 0), (64, 64, 8, 1, 0, 0), (64, 32, 8, 2, 0, 0), (128, 32, 8, 2, 0, 0)],
-        dq=[(64, 16, 4, 2, 0, 0), (64, 32, 8, 2, 0, 0)],
-        dkdv=[(16, 64, 4, 2, 0, 0), (16, 128, 8, 2, 0, 0)]),
+        forward=[(64, 32, 4, 1, 0, 0), (128, 32, 8, 1, 0, 0), (128, 32, 8, 2, 0, 0), (64, 64, 4, 1, 0, 0)],
+        dq=[(64, 16, 4, 2, 0, 0), (64, 16, 8, 1, 0, 0), (64, 32, 8, 1, 0, 0), (64, 32, 4, 1, 0, 0)],
+        dkdv=[(16, 64, 4, 2, 0, 0), (16, 64, 8, 1, 0, 0), (32, 64, 8, 1, 0, 0), (32, 64, 4, 1, 0, 0)]),
 }
 
 
 def jobs(arms, shapes) -> list[tuple]:
-    """(arm, head size, kernel, tile) to try, the specialised ones last: they may hang. The key tile of an arm that
-    rounds P V is not free, and stabilized's backward pass is flash_bf16's."""
+    """(arm, head size, kernel, tile) to try. The key tile of an arm that rounds P V is not free, and stabilized's
+    backward pass is flash_bf16's."""
     found = []
     for D in sorted({shape[3] for shape in shapes}):
         for arm in arms:
@@ -61,11 +54,11 @@ def jobs(arms, shapes) -> list[tuple]:
                     fits = kernel != "forward" or spec.pv == "fp32" or tile[1] == spec.tile_k
                     if fits and (kernel == "forward" or spec.backend != "stabilized"):
                         found.append((arm, D, kernel, tile))
-    return sorted(found, key=lambda job: isinstance(job[3][5], str))
+    return found
 
 
 def tile_of(tile):
-    return specialised.Tile(*tile) if isinstance(tile[5], str) else flash.Tile(*tile[:5], bool(tile[5]))
+    return flash.Tile(*tile[:5], bool(tile[5]))
 
 
 class Chosen:
@@ -92,24 +85,20 @@ class Passes:
         qkv, do = tensors(shape, dtype)
         self.q, self.k, self.v = (x.detach() for x in qkv)
         self.rng = torch.tensor(RNG, device=do.device)
-        self.o, self.lse = flash.forward(self.q, self.k, self.v, self.rng, self.spec, False)[:2]
+        self.o, self.lse = flash.forward(self.q, self.k, self.v, self.rng, self.spec, False, 0)[:2]
         self.do = do.to(self.o.dtype)
 
     def preset(self, kernel, keys):
         """Results of the pass that `kernel` belongs to, a forward pass in steps of `keys`."""
         if kernel == "forward":
-            return flash.forward(self.q, self.k, self.v, self.rng, self.at(keys), False)[:2]
+            return flash.forward(self.q, self.k, self.v, self.rng, self.at(keys), False, 0)[:2]
         return flash.backward(self.do, self.q, self.k, self.v, self.o, self.lse, self.spec)
 
     def with_tile(self, kernel, tile):
         """The same with a candidate in the place of the preset's kernel."""
         spec, tile = self.at(tile[1]) if kernel == "forward" else self.spec, tile_of(tile)
-        if isinstance(tile, flash.Tile):
-            with Chosen(spec, self.q.shape[3], kernel, tile):
-                return self.preset(kernel, tile.keys)
-        if kernel == "forward":
-            return specialised.forward(tile, spec, self.q, self.k, self.v)
-        return specialised.backward(kernel, tile, spec, self.do, self.q, self.k, self.v, self.o, self.lse)
+        with Chosen(spec, self.q.shape[3], kernel, tile):
+            return self.preset(kernel, tile.keys)
 
     def at(self, keys):
         return AttentionSpec(self.spec.backend, tile_k=keys)
@@ -117,7 +106,7 @@ class Passes:
 
 def build(arm, D, kernel, tile) -> bool:
     """Builds a candidate without a launch."""
-    with building(flash.kernels, specialised):
+    with building(flash.kernels):
         Passes(arm, (2, 3, 1024, D)).with_tile(kernel, tile)
     return True
 

@@ -131,7 +131,7 @@ def build(choice: dict, dtype: str, T: int, D: int, stats: bool | None) -> bool:
             o = torch.empty(1, T, 2, D, device=q.device, dtype=torch.float32 if spec.stores_fp32 else q.dtype)
             flash.backward(do.to(o.dtype), q, k, v, o.transpose(1, 2), q.new_empty(1, 2, T, dtype=torch.float32), spec)
         else:
-            flash.forward(q, k, v, torch.tensor(RNG, device=q.device), spec, stats)
+            flash.forward(q, k, v, torch.tensor(RNG, device=q.device), spec, stats, 1)
     return True
 
 

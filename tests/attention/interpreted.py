@@ -29,7 +29,7 @@ def _settle() -> None:
     torch.set_num_threads(1)
 
 
-def run(which: str, q, k, v, do, rng, spec_key: str, stats: bool) -> dict:
+def run(which: str, q, k, v, do, rng, spec_key: str, stats: bool, counted: int = -1) -> dict:
     """Forward and backward of "flash" or "emulated": o, lse, ties, row_max, dq, dk, dv."""
     import torch
 
@@ -37,7 +37,7 @@ def run(which: str, q, k, v, do, rng, spec_key: str, stats: bool) -> dict:
     from attention.flash import flash
 
     xs = [x.detach().requires_grad_() for x in (q, k, v)]
-    o, lse, ties, row_max = {"flash": flash, "emulated": emulated}[which](*xs, rng, spec_key, stats)
+    o, lse, ties, row_max = {"flash": flash, "emulated": emulated}[which](*xs, rng, spec_key, stats, counted)
     dq, dk, dv = torch.autograd.grad(o, xs, do)
     return {"o": o.detach(), "lse": lse, "ties": ties, "row_max": row_max, "dq": dq, "dk": dk, "dv": dv}
 

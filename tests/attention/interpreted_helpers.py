@@ -18,7 +18,7 @@ def elementwise(p_x, p_out, n, HELPER: tl.constexpr, ARGUMENT: tl.constexpr = ""
         elif HELPER == "round_fp8":
             y = tiles.round_fp8(x, ARGUMENT)
         elif HELPER == "add_bf16":
-            y = tiles.add_bf16(tiles.narrow(x), tiles.narrow(x * ARGUMENT)).to(tl.float32)
+            y = tiles.add_bf16(x, x * ARGUMENT)
         else:
             y = tiles.tanh(x)
         tl.store(p_out + i, y, mask=i < n)

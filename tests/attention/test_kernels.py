@@ -204,6 +204,18 @@ def test_statistics_change_nothing(worker):
     assert all(torch.equal(with_stats[n], without[n]) for n in (*EXACT, "lse"))
 
 
+@pytest.mark.parametrize("choice", [{}, dict(backend="stabilized"), dict(backend="flash_fa2"), dict(tile_k=FULL)])
+def test_ties_of_the_first_sequences_alone(worker, choice):
+    spec = AttentionSpec(**dict(tile_q=32, tile_k=32) | choice)
+    tensors = inputs(B=3, T=40)
+    tensors[0][:, :, 20:] = tensors[1][:, :, :20] = 0.5
+    whole = flash(worker, tensors, spec, True)
+    for counted in (0, 2):
+        some = worker.submit(interpreted.run, "flash", *tensors, RNG, spec.key, True, counted).result()
+        assert torch.equal(some["ties"], whole["ties"][:counted]) and some["ties"].shape[0] == counted
+        assert all(torch.equal(some[n], whole[n]) for n in ("row_max", "lse", *EXACT))
+
+
 def test_rounding_helpers(worker):
     """All upper halves with lower halves around the tie, NaN and inf included; FP8 over a sweep of [0, 500]."""
     upper = torch.arange(-2**15, 2**15, dtype=torch.int32) << 16
@@ -291,13 +303,13 @@ def test_launch_table():
 
 
 @pytest.mark.parametrize("choice, D, T, dtype, forward", [
-    ({}, 128, 1024, torch.bfloat16, "64x128/4w/1s/tma"),
+    ({}, 128, 1024, torch.bfloat16, "64x128/4w/1s/168r/tma"),
     ({}, 128, 1000, torch.bfloat16, "128x128/8w/2s"),
     ({}, 96, 1024, torch.bfloat16, "128x128/8w/2s"),
     ({}, 128, 1024, torch.float32, "128x128/8w/2s"),
     (dict(tile_k=FULL), 128, 1024, torch.bfloat16, "128x128/8w/2s"),
     (dict(tile_q=32), 128, 1000, torch.bfloat16, "32x128/8w/2s"),
-    (dict(tile_q=32), 128, 1024, torch.bfloat16, "32x128/4w/1s/tma"),
+    (dict(tile_q=32), 128, 1024, torch.bfloat16, "32x128/4w/1s/168r/tma"),
     (dict(backend="flash_fa2"), 128, 1024, torch.bfloat16, "64x64/4w/3s/tma"),
     ({}, 64, 1000, torch.bfloat16, "64x128/4w/2s/168r"),
 ])

@@ -176,6 +176,15 @@ def test_statistics_see_the_full_row():
         assert torch.equal(stats.row_max[0, 0], torch.where(rows < 10, -2.0, 3.0))
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_ties_of_the_first_sequences(backend):
+    q, k, v, _ = inputs(B=3, D=64)
+    whole = attend(q, k, v, AttentionSpec(backend), stats=True)[1]
+    for counted in (0, 2, 5):
+        some = attend(q, k, v, AttentionSpec(backend), stats=True, counted=counted)[1]
+        assert torch.equal(some.ties, whole.ties[:counted]) and torch.equal(some.row_max, whole.row_max)
+
+
 def test_statistics_only_where_asked_for():
     q, k, v, _ = inputs(D=64)
     scores = (q.double() @ k.double().mT) / 8

@@ -180,6 +180,24 @@ def test_statistics_change_nothing(backend):
     assert torch.equal(plain, o)
 
 
+@pytest.mark.parametrize("backend", PRESETS[:3])
+@pytest.mark.parametrize("T", [1000, 1024])
+def test_ties_of_the_first_sequences(backend, T):
+    """Counted as emulated, on scores with many equal maxima; sequences that are not asked for change nothing."""
+    (q, k, v), _ = inputs(4, 3, T, 64)
+    with torch.no_grad():
+        q[:, 0, T // 2:] = k[:, 0, : T // 2] = 0.5
+        k[:, 1] = -k[:, 1].abs()
+        q[:, 1] = q[:, 1].abs()
+    spec, rng = make(backend), torch.zeros(3, dtype=torch.int64, device="cuda")
+    plain, (o, whole) = attend(q, k, v, spec), attend(q, k, v, spec, stats=True)
+    assert (whole.ties != emulated(q, k, v, rng, spec.key, True)[2]).float().mean() < 1e-3  # the last place of a score
+    for counted in (0, 1, 3):
+        o, some = attend(q, k, v, spec, stats=True, counted=counted)
+        assert torch.equal(some.ties, whole.ties[:counted]) and torch.equal(some.row_max, whole.row_max)
+        assert torch.equal(o, plain)
+
+
 def test_stochastic_output_is_a_function_of_seed_layer_and_draw():
     qkv, _ = inputs(2, 3, 300, 64)
     spec = make("flash_fa2", output="stochastic")
