@@ -13,6 +13,7 @@ overwritten before each call and the GPU held back until the CPU has launched it
 """
 
 import argparse
+import dataclasses
 import sys
 import time
 from pathlib import Path
@@ -88,8 +89,9 @@ def table(rows) -> str:
 def needed(args):
     """What `bench` launches, for `builds`."""
     shapes = parse_shapes(args.shapes)
-    return [(dict(backend=spec.backend, tile_k=spec.tile_k), dtype, *shape[2:], counted is not None)
-            for name in args.arms.split(",") for spec, counted, dtype in [parse_arm(name)] for shape in shapes]
+    fields = [field.name for field in dataclasses.fields(AttentionSpec) if field.name != "output_heads"]
+    return [({name: getattr(spec, name) for name in fields}, dtype, *shape[2:], counted is not None)
+            for arm in args.arms.split(",") for spec, counted, dtype in [parse_arm(arm)] for shape in shapes]
 
 
 def build(args):
@@ -163,8 +165,8 @@ def peak(qkv, do, spec) -> tuple[int, int]:
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", default=SHAPES, help="B,H,T,D;B,H,T,D;...")
-    parser.add_argument("--arms", help="BACKEND[@TILE_K][+stats[N]][/DTYPE],...; the first is the base; +stats2: with "
-                                       "row statistics, ties of the first 2 sequences alone")
+    parser.add_argument("--arms", help="BACKEND[@TILE_K][+SWITCH=VALUE...][+stats[N]][/DTYPE],...; the first is "
+                                       "the base; +stats2: row statistics, ties of the first 2 sequences alone")
     parser.add_argument("--rounds", type=int, default=30, help="timed calls of each pass of each backend")
     parser.add_argument("--seconds", type=float, default=120, help="budget of --tune, --check and of builds")
     parser.add_argument("--workers", type=int, default=12, help="processes that build; 0 builds on the way")

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 import torch
 
 from attention import AttentionSpec
+from attention.layers import changed
 
 DTYPES = ("bfloat16", "float16", "float32")
 RNG = (1234567, 3, 5)  # seed, layer and draw of stochastic rounding
@@ -27,21 +29,22 @@ def parse_shapes(text: str) -> list[tuple[int, int, int, int]]:
 
 
 def parse_arm(text: str) -> tuple[AttentionSpec, int | None, torch.dtype]:
-    """BACKEND[@TILE_K][+stats[N]][/DTYPE] -> spec, the sequences whose ties are counted (-1: all; None: no row
-    statistics are asked for), dtype of the tensors.
+    """BACKEND[@TILE_K][+SWITCH=VALUE...][+stats[N]][/DTYPE] -> spec, the sequences whose ties are counted (-1: all;
+    None: no row statistics are asked for), dtype of the tensors.
 
     Errors: ValueError with the part at fault.
     """
     rest, slash, dtype = text.partition("/")
-    rest, plus, stats = rest.partition("+")
-    counted = stats.removeprefix("stats")
-    backend, at, tile = rest.partition("@")
-    asked = stats.startswith("stats") and (not counted or counted.isdigit())
-    if (slash and dtype not in DTYPES) or (plus and not asked) or (at and not tile.isdigit()):
-        raise ValueError(f"--arms item {text!r} is not BACKEND[@TILE_K][+stats[N]][/DTYPE] with a DTYPE of "
-                         f"{', '.join(DTYPES)}")
-    spec = AttentionSpec(backend, **({"tile_k": int(tile)} if at else {}))
-    return spec, int(counted or -1) if plus else None, getattr(torch, dtype or "bfloat16")
+    head, *parts = rest.split("+")
+    backend, at, tile = head.partition("@")
+    counted = next((part.removeprefix("stats") for part in parts if re.fullmatch(r"stats\d*", part)), None)
+    switches = [part for part in parts if not part.startswith("stats")]
+    if ((slash and dtype not in DTYPES) or (at and not tile.isdigit()) or not all("=" in part for part in switches)
+            or len(parts) - len(switches) != (counted is not None)):
+        raise ValueError(f"--arms item {text!r} is not BACKEND[@TILE_K][+SWITCH=VALUE...][+stats[N]][/DTYPE] with a "
+                         f"DTYPE of {', '.join(DTYPES)}")
+    spec = changed(AttentionSpec(), "+".join([backend, *([f"tile_k={tile}"] if at else []), *switches]))
+    return spec, None if counted is None else int(counted or -1), getattr(torch, dtype or "bfloat16")
 
 
 def tensors(shape, dtype, std=1.0, seed=0):

@@ -4,6 +4,7 @@ import json
 import math
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -35,7 +36,17 @@ def test_arm(text, backend, tile_k, stats, dtype):
     assert (spec.backend, spec.tile_k, found, kind) == (backend, tile_k, stats, dtype)
 
 
+def test_arm_with_switches():
+    spec, counted, dtype = parse_arm("flash_fa2@32+output=fp32+delta=dp_p+stats2/float32")
+    assert (spec.backend, spec.tile_k, spec.output, spec.delta) == ("flash_fa2", 32, "fp32", "dp_p")
+    assert (counted, dtype) == (2, torch.float32)
+    args = SimpleNamespace(arms="flash_fa2@32+output=fp32+delta=dp_p+stats2/float32", shapes="1,2,1024,64")
+    job = next(job for job in builds(bench.needed(args)) if job[4] is not None)
+    assert AttentionSpec(**job[0]) == spec and job[4] is True
+
+
 @pytest.mark.parametrize("text, words", [
+    ("flash_fa2+output=fp33", "output='fp33'"), ("flash_fa2+speed=1", "speed"), ("sdpa+delta=dp_p", "no switch delta"),
     ("flash", "no backend"), ("flash_fa2@x", "TILE_K"), ("flash_fa2+speed", "TILE_K"), ("flash_fa2+2", "TILE_K"),
     ("flash_fa2+stats-1", "TILE_K"), ("sdpa/int8", "float32"),
     ("flash_fa2@48", "tile_k=48"), ("", "no backend")])
