@@ -27,7 +27,6 @@ from attention.tiles import (
     load_tile,
     max_of_pairs,
     narrow,
-    opaque,
     operand,
     pack,
     random_words,
@@ -399,8 +398,7 @@ def dkdv_kernel(p_q, p_k, p_v, d_q, d_k, d_v, d_do, p_do, p_lse, p_delta, p_dk, 
         x = scores(b_k, b_q, SCORES, SCALE, SOFTCAP, DOTS)
         b_p = tl.exp2((x - m[None, :]) * LOG2)
         if r < below:  # as in `mask`
-            ahead = keys - (opaque(r) if BF16 and BLOCK_M < 64 else r)  # or so short a branch is taken in every tile
-            b_p = tl.where((tl.arange(0, BLOCK_M)[None, :] - ahead[:, None]) >= 0, b_p, 0.0)
+            b_p = tl.where((tl.arange(0, BLOCK_M)[None, :] - (keys - r)[:, None]) >= 0, b_p, 0.0)
         b_do = operand(load_tile(p_do, d_do, token, col * sgh, r, sgt, T, BLOCK_M, D, DP, not EVEN, TMA), BF16)
         b_dv = dot(operand(b_p, BF16), b_do, b_dv, DOTS)
         dp = dot(b_v, tl.trans(b_do), None, DOTS)

@@ -145,15 +145,6 @@ def round_stochastic(x, word):
 
 
 @triton.jit
-def opaque(i):
-    """i, of which the compiler knows nothing: what it makes of it in a branch it cannot make for all tiles instead."""
-    if INTERPRET:
-        return i
-    else:
-        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [i], dtype=tl.int32, is_pure=False, pack=1)
-
-
-@triton.jit
 def divide_rows(x, y):
     """x / y[:, None], correctly rounded: x times 1 / y, corrected by its exact remainder (Markstein). An element takes
     three instructions; a division takes fifteen, one after the other, together as long as several tiles of scores."""
