@@ -168,7 +168,10 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if args.draw:
             check_targets(args.run.with_suffix(".png"))
-            draw(json.loads(args.run.read_text(encoding="utf-8"))["rows"], args.run.with_suffix(".png"))
+            try:
+                draw(json.loads(args.run.read_text(encoding="utf-8"))["rows"], args.run.with_suffix(".png"))
+            except (ValueError, LookupError, TypeError) as error:
+                raise ConfigError(f"{args.run} is no --out of this script ({error!r}); give one") from None
             return 0
         if args.sequences < 2:
             raise ConfigError(f"--sequences={args.sequences} must be at least 2, or there is no standard error")
