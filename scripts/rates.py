@@ -8,11 +8,13 @@ calling again goes on. With --collect it only reads what earlier calls left, on 
     python scripts/isolate.py --collect FOLDER ... --out results/mini/rates   # merge calls, keep their logs
     python scripts/isolate.py --collect --out results/mini/rates              # the table again, from these
 
-with the --arms, --seeds and --steps of the runs, or, where --out has a table already, with its own by default.
+with the --arms, --seeds and --steps of the runs, or, where --out has a table already, with its own by default. Another
+machine goes on from there with --kept results/mini/rates: what has its outcome among these logs is not run again.
 Everything in table and figure comes from the runs' logs.
 """
 
 import argparse
+import contextlib
 import functools
 import json
 import math
@@ -23,9 +25,12 @@ from pathlib import Path
 
 import torch
 
+from config import as_dict
+from data.loader import open_tokens
+from data.meta import corpus_folder
 from failure import failure_of
 from metrics import MetricsError, to_json
-from scripts.arms import FURTHER, RESULTS, check_arm, outcome, run_arms
+from scripts.arms import FURTHER, RESULTS, ROOT, check_arm, outcome, run_arms
 from scripts.collect import collect
 from scripts.outcomes import FAILS, FIRST, Arm, check_alike, draw, finished, load, propose, tabulate
 from scripts.runs import Run, load_run
@@ -53,6 +58,8 @@ def parser(description: str, out: str, arms: Iterable[str]) -> argparse.Argument
     found.add_argument("--collect", type=Path, nargs="*", metavar="FOLDER",
                        help="run nothing: the table of the runs in --out and in these folders, each the --out of an "
                             "earlier call or what was kept of one; keeps their logs, thinned, in --out")
+    found.add_argument("--kept", type=Path, nargs="+", default=[], metavar="FOLDER",
+                       help="folders as of --collect; an arm that has its outcome there is not run again")
     return found
 
 
@@ -82,7 +89,8 @@ def run_experiment(arms: dict[str, Arm], args: argparse.Namespace, extra: list[s
     gpus, deadline = torch.cuda.device_count(), time.monotonic() + 60 * args.minutes
     waits = {name for name, arm in arms.items() if any("{" in flag for flag in arm.flags)}
     common = [args.config, f"--dataset={args.dataset}", f"--max_iters={args.steps}", "--stop_when_failed=True", *extra]
-    folders = {(name, seed): f"seed{seed}/{name}" for seed in args.seeds for name in arms}
+    have = {key: run for key, (_, run) in _find(args.kept, arms, args)[0].items() if finished(run, args.steps)}
+    folders = {(name, seed): f"seed{seed}/{name}" for seed in args.seeds for name in arms if (name, seed) not in have}
 
     def argv(name: str, seed: int, chosen: dict) -> list[str]:
         words = {"layer": chosen.get("layer"), "head": chosen.get("head"),
@@ -90,10 +98,14 @@ def run_experiment(arms: dict[str, Arm], args: argparse.Namespace, extra: list[s
         return [*common, f"--seed={seed}", *(flag.format(**words) for flag in arms[name].flags)]
 
     def late(name: str, seed: int) -> list[str] | None:
+        if (FIRST, seed) in have:
+            return argv(name, seed, propose(have[FIRST, seed]))
         first = args.out / folders[FIRST, seed]
         return argv(name, seed, propose(load_run(first))) if outcome(first, args.steps) in RESULTS else None
 
-    _check(args, {name: argv(name, args.seeds[0], {"layer": 0, "head": 0, "heads": [0]}) for name in arms}, bool(waits))
+    planned = _check(args, {name: argv(name, args.seeds[0], {"layer": 0, "head": 0, "heads": [0]}) for name in arms},
+                     bool(waits))
+    check_alike([*have.items(), *(((name, args.seeds[0]), run) for name, run in planned.items())] if have else [], arms)
     commands = {folders[name, seed]: functools.partial(late, name, seed) if name in waits else argv(name, seed, {})
                 for name, seed in sorted(folders, key=lambda key: key[0] != FIRST)}
     codes: dict[str, int | None] = {}
@@ -106,6 +118,7 @@ def run_experiment(arms: dict[str, Arm], args: argparse.Namespace, extra: list[s
         print("interrupted; the same command goes on", file=sys.stderr)
     runs = {key: run for key, folder in folders.items() if (args.out / folder / "metrics.jsonl").exists()
             and (run := load(args.out / folder, args.steps))}
+    runs |= have
     check_alike(runs.items(), arms)
     return tabulate(arms, args.seeds, runs, args.steps) | {"interrupted": interrupted, "errors": [
         f"{args.out / name}.log" for name, code in codes.items() if code not in (*RESULTS, None, *EXITS_STOPPED)]}
@@ -117,12 +130,25 @@ def collect_experiment(arms: dict[str, Arm], args: argparse.Namespace, extra: li
     and `check_alike`."""
     if extra:
         raise ValueError(f"--collect runs nothing, so {' '.join(extra)} cannot be passed on to train.py; leave it out")
+    chosen, left_out = _find([args.out, *args.collect], arms, args)
+    table = tabulate(arms, args.seeds, {key: run for key, (_, run) in chosen.items()}, args.steps)
+    for (_, seed), (path, _) in chosen.items():
+        if not path.absolute().is_relative_to(args.out.absolute()):
+            collect(path, args.out / f"seed{seed}", order=False, thinned=True)
+    if left_out:
+        print(f"left out, as not of --arms and --seeds: {' '.join(sorted(left_out))}", file=sys.stderr)
+    return table | {"errors": []}
+
+
+def _find(folders: list[Path], arms: dict[str, Arm], args: argparse.Namespace) -> tuple[dict, set[str]]:
+    """By arm and seed of `args` the run in `folders`, and its path; and what there is of other arms and seeds. Errors:
+    ValueError for folders without runs (args.out may have none beside others), and as `_choose` and `check_alike`."""
     candidates, left_out = {}, set()
-    for folder in (args.out, *args.collect):
+    for folder in folders:
         paths = [path for path in (*(log.parent for log in folder.glob("seed*/*/metrics.jsonl")),
                                    *folder.glob("seed*/*.jsonl.xz"))
                  if path.parent.name.removeprefix("seed").isdecimal()]
-        if not paths and (folder in args.collect or not args.collect):
+        if not paths and (folder != args.out or len(folders) == 1):
             raise ValueError(f"{folder} has no runs, seedN/ARM/metrics.jsonl or seedN/ARM.jsonl.xz; give the --out of "
                              "an experiment")
         for path in sorted(paths):
@@ -132,14 +158,7 @@ def collect_experiment(arms: dict[str, Arm], args: argparse.Namespace, extra: li
             elif run := load(path, args.steps):
                 candidates.setdefault((name, seed), []).append((path, run))
     check_alike(((key, run) for key, several in candidates.items() for _, run in several), arms)
-    chosen = {key: _choose(several, args.steps) for key, several in candidates.items()}
-    table = tabulate(arms, args.seeds, {key: run for key, (_, run) in chosen.items()}, args.steps)
-    for (_, seed), (path, _) in chosen.items():
-        if not path.absolute().is_relative_to(args.out.absolute()):
-            collect(path, args.out / f"seed{seed}", order=False, thinned=True)
-    if left_out:
-        print(f"left out, as not of --arms and --seeds: {' '.join(sorted(left_out))}", file=sys.stderr)
-    return table | {"errors": []}
+    return {key: _choose(several, args.steps) for key, several in candidates.items()}, left_out
 
 
 def _choose(several: list[tuple[Path, Run]], steps: int) -> tuple[Path, Run]:
@@ -154,8 +173,10 @@ def _choose(several: list[tuple[Path, Run]], steps: int) -> tuple[Path, Run]:
     return next(iter(done.items())) if done else max(several, key=lambda one: one[1].steps)
 
 
-def _check(args: argparse.Namespace, arms: dict[str, list[str]], proposes: bool) -> None:
-    """Errors: ValueError for what a user can change, before anything is started."""
+def _check(args: argparse.Namespace, arms: dict[str, list[str]], proposes: bool) -> dict[str, Run]:
+    """The runs that these arms would be, to hold kept ones against; empty without --kept. Errors: ValueError for what a
+    user can change, before anything is started."""
+    planned = {}
     for name in ("steps", "parallel", "minutes"):
         if not getattr(args, name) > 0:
             raise ValueError(f"--{name}={getattr(args, name)} must be positive")
@@ -164,6 +185,12 @@ def _check(args: argparse.Namespace, arms: dict[str, list[str]], proposes: bool)
         if proposes and name == FIRST and not config.probe_interval and config.monitor == "off":
             raise ValueError("arms that name a layer take it from probes of the first run, and probe_interval=0; add "
                              "--probe_interval=100")
+        if args.kept:
+            with contextlib.chdir(ROOT):
+                data = {"sha256": open_tokens(corpus_folder(config.dataset), "train").sha256}
+            info = {"config": json.loads(to_json(as_dict(config))), "data": data}
+            planned[name] = Run(args.out, True, info, [], name)
+    return planned
 
 
 def write(found: dict, path: Path) -> None:

@@ -91,6 +91,17 @@ def test_it_runs_and_goes_on_where_it_was(runner, corpus):
         assert json.loads((kept / "isolation.json").read_text()) == found
     assert not list(runner.root.glob("kept*/**/*.pt")) and (kept / "seed1/flash_bf16.run.json").exists()
 
+    # Another machine goes on from the kept logs, but not with other flags.
+    command[command.index(str(folder))] = str(runner.root / "elsewhere")
+    command[command.index("--arms") + 1:command.index("--arms") + 1] = ["pv_fp32", "o_fp32_worst_head"]
+    command += ["--kept", str(kept)]
+    out, err = runner.start([*command, "--weight_decay=0.3"]).communicate(timeout=120)
+    assert "is not of the experiment of" in err and "weight_decay is 0.3 and" in err and "started" not in out, err
+    out, err = runner.start(command).communicate(timeout=120)
+    assert out.count("started") == 2 and "pv_fp32: started" in out and "o_fp32_worst_head: started" in out, (out, err)
+    more = json.loads((runner.root / "elsewhere/isolation.json").read_text())
+    assert all(row in more["rows"] for row in found["rows"]) and len(more["rows"]) == 5
+
 
 def test_grid_runs_each_arm_at_each_point_and_draws_it(runner, corpus):
     own = ("--out_dir", "--dataset", "--max_iters", "--batch_size", "--learning_rate")
