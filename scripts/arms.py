@@ -22,6 +22,8 @@ from metrics import read_metrics, read_run, to_json
 
 FURTHER = "Every other --key=value goes to train.py, whose keys python train.py --help lists."  # of a script's --help
 ROOT = Path(__file__).resolve().parents[1]
+TAIL = 1 << 17  # bytes of a log, a few hundred steps
+AHEAD_S = 25  # what an arm needs to start and compile; while another's last seconds run, it takes nothing from it
 RESULTS = (0, 3, 4)  # train.py's exit statuses that are an outcome: finished, non-finite, failed by the rule
 # Between the sessions of an arm.
 MAY_CHANGE = ("out_dir", "init_from", "max_iters", "replay", "checkpoint_interval", "keep_checkpoints")
@@ -86,7 +88,8 @@ def check_goes_on(run: Path, steps: int = 0) -> None:
 
 def run_arms(arms: dict[str, list[str] | Callable[[], list[str] | None]], folder: Path, parallel: int, gpus: int,
              say=print, limit_s: float = math.inf, steps: int = 0) -> dict[str, int]:
-    """Runs `train.py ARGV --out_dir=folder/NAME` for each {NAME: ARGV}, at most `parallel` at a time, in order.
+    """Runs `train.py ARGV --out_dir=folder/NAME` for each {NAME: ARGV}, at most `parallel` at a time, in order; on GPUs
+    the next one starts when another has AHEAD_S seconds left, to compile meanwhile.
 
     An ARGV may be a function, which returns None as long as its arm has to wait: the first arm that can start takes a
     free place, and what still waits when nothing runs is left out. An arm that has its outcome after `steps` is not run
@@ -110,7 +113,9 @@ def run_arms(arms: dict[str, list[str] | Callable[[], list[str] | None]], folder
     try:
         while time.monotonic() - started <= limit_s:
             told, elsewhere = elsewhere, set()
-            while len(running) + len(elsewhere) < parallel and (found := _next(waiting, elsewhere)):
+            busy = [slot for name, (_, slot, _) in running.items()
+                    if not (gpus and seconds_left(folder / name, steps) < AHEAD_S)]
+            while len(busy) + len(elsewhere) < parallel and (found := _next(waiting, elsewhere)):
                 name, argv = found
                 if (log := _claim(folder / f"{name}.log")) is None:
                     elsewhere.add(name)
@@ -128,7 +133,6 @@ def run_arms(arms: dict[str, list[str] | Callable[[], list[str] | None]], folder
                     argv = [*argv, "--init_from=resume"]
                 environment, slot = dict(os.environ), 0
                 if gpus > 1:
-                    busy = [slot for _, slot, _ in running.values()]
                     slot = min(range(gpus), key=busy.count)
                     environment["CUDA_VISIBLE_DEVICES"] = visible.split(",")[slot]
                 command = [sys.executable, "train.py", *argv, f"--out_dir={folder / name}"]
@@ -136,6 +140,7 @@ def run_arms(arms: dict[str, list[str] | Callable[[], list[str] | None]], folder
                 log.flush()
                 process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT)
                 running[name] = process, slot, log
+                busy.append(slot)
                 say(f"[{time.monotonic() - started:5.0f} s] {name}: started", flush=True)
             if not running and not elsewhere:
                 break
@@ -154,6 +159,19 @@ def run_arms(arms: dict[str, list[str] | Callable[[], list[str] | None]], folder
             log.close()
         signal.signal(signal.SIGTERM, before)
     return codes
+
+
+def seconds_left(run: Path, steps: int) -> float:
+    """Until a run that trains now has made so many steps, at the rate of what it logged last; inf before that."""
+    try:
+        with open(run / "metrics.jsonl", "rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL))
+            lines = file.read().splitlines()[1:-1]  # whole ones
+        logged = [record for record in map(json.loads, lines) if "loss" in record and "time" in record]
+        first, last = logged[0], logged[-1]
+        return (steps - last["step"]) * (last["time"] - first["time"]) / (last["step"] - first["step"])
+    except (OSError, ValueError, LookupError, ZeroDivisionError):
+        return math.inf
 
 
 def _next(waiting: dict, elsewhere: set[str]) -> tuple[str, list[str]] | None:

@@ -15,10 +15,12 @@ errors of two steps, and the mean of its size (gradient_cosine: of the exact gra
 one direction whose sign changes from step to step gives a size near 1 and a mean near 0.
 
 --numerics asks the same of other roundings on the same weights and the same dO: BACKEND[+SWITCH=VALUE...], or
-SWITCH=VALUE[+...] on top of the run's own, which are "run".
+SWITCH=VALUE[+...] on top of the run's own, which are "run". Writes a figure of error_share beside --out; with --draw it
+makes that again from an --out, and nothing else.
 """
 
 import argparse
+import json
 import math
 import sys
 from collections.abc import Sequence
@@ -118,6 +120,33 @@ def by_step(matrices: list[Tensor]) -> dict[str, float]:
     return found
 
 
+def draw(lines: list[dict], path: Path) -> None:
+    """A panel a head: error_share by step, a line for each numerics, in the order of their last values."""
+    import matplotlib
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    heads = sorted({line["head"] for line in lines})
+    last = {line["numerics"]: line["error_share"] for line in lines if line["head"] == heads[0]}
+    names = sorted(last, key=last.get, reverse=True)
+    figure, axes = pyplot.subplots(1, len(heads), figsize=(3.4 * len(heads) + 3, 4.2), sharey=True, squeeze=False,
+                                   layout="constrained")
+    for axis, head in zip(axes[0], heads, strict=True):
+        for i, name in enumerate(names):
+            points = [(line["step"], line["error_share"]) for line in lines
+                      if (line["head"], line["numerics"]) == (head, name)]
+            axis.plot(*zip(*points, strict=True), marker="ov^sD"[i % 5], markersize=4, color=f"C{i % 10}",
+                      linestyle="--" if i >= 10 else "-", label=name)
+        axis.axhline(1, color="black", linewidth=0.6)
+        axis.set_title(f"layer {lines[0]['layer']}, head {head}", fontsize=9)
+        axis.set(yscale="log", xlabel="step")
+        axis.set_xticks(sorted({line["step"] for line in lines}))
+    axes[0][0].set_ylabel("error of a step's dW_Q over the exact dW_Q,\nspectral norms")
+    figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside right center", fontsize=7)
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
+
+
 def _changed(spec: AttentionSpec, change: str) -> AttentionSpec:
     return spec if change == "run" else changed(spec, change)
 
@@ -125,7 +154,7 @@ def _changed(spec: AttentionSpec, change: str) -> AttentionSpec:
 def main(argv: list[str] | None = None) -> int:
     """Exit status: 0, or 2 with one sentence for what a user can change."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("run", type=Path, metavar="RUN", help="a run's out_dir with checkpoints")
+    parser.add_argument("run", type=Path, metavar="RUN", help="a run's out_dir with checkpoints; with --draw, an --out")
     parser.add_argument("--steps", default=":", metavar="a:b", help="as diagnose.py's; default all")
     parser.add_argument("--layer", type=int, default=1, help="counted from 0; default 1, which fails in the paper")
     parser.add_argument("--heads", type=int, nargs="+", help="default: all of the layer")
@@ -134,18 +163,27 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help="default: RUN/delta_bias.json")
     parser.add_argument("--dataset", metavar="DIR", help="the run's corpus, where it has moved")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--draw", action="store_true", help="the figure of RUN, an --out of this script")
     args = parser.parse_args(argv)
     try:
+        if args.draw:
+            check_targets(args.run.with_suffix(".png"))
+            try:
+                draw(json.loads(args.run.read_text(encoding="utf-8"))["rows"], args.run.with_suffix(".png"))
+            except (ValueError, LookupError, TypeError) as error:
+                raise ConfigError(f"{args.run} is no --out of this script ({error!r}); give one") from None
+            return 0
         if args.sequences < 2:
             raise ConfigError(f"--sequences={args.sequences} must be at least 2, or there is no standard error")
         if args.device == "cuda" and not torch.cuda.is_available():
             raise ConfigError("--device=cuda, but torch sees no GPU; use --device=cpu")
         out = args.out or args.run / "delta_bias.json"
-        check_targets(out)
+        check_targets(out, out.with_suffix(".png"))
         lines = measure(args.run, args.steps, args.layer, args.heads, args.sequences, args.device, args.dataset,
                         list(dict.fromkeys(args.numerics)))
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(to_json({"run": args.run.resolve().name, "rows": lines}, indent=1) + "\n", encoding="utf-8")
+        draw(lines, out.with_suffix(".png"))
     except (ValueError, OSError, checkpoint.CheckpointError, MetricsError) as error:
         print(f"delta_bias.py: error: {error}", file=sys.stderr)
         return 2

@@ -45,9 +45,9 @@ def parser(description: str, out: str, arms: Iterable[str]) -> argparse.Argument
     found.add_argument("--steps", type=int, default=10000, help="an arm that has not failed by then is stable")
     found.add_argument("--arms", nargs="+", default=list(arms), choices=list(arms), metavar="ARM",
                        help=f"default: {' '.join(arms)}")
-    found.add_argument("--parallel", type=int, default=2 * torch.cuda.device_count() or 1,
-                       help="arms at a time over all GPUs, each on the one with the fewest (default: two a GPU, so "
-                            "that one trains while the other starts and compiles)")
+    found.add_argument("--parallel", type=int, default=torch.cuda.device_count() or 1,
+                       help="arms at a time over all GPUs, each on the one with the fewest (default: one a GPU, the "
+                            "next of which compiles during its last seconds)")
     found.add_argument("--minutes", type=float, default=math.inf,
                        help="after which running arms save and end; the same command goes on with them")
     found.add_argument("--collect", type=Path, nargs="*", metavar="FOLDER",

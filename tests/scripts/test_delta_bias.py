@@ -126,6 +126,12 @@ def test_other_numerics_on_the_same_weights(run):  # noqa: F811
     assert list(rows) == ["run", "delta=dp_p", "flash_fp32"]
     assert rows["flash_fp32"]["error_share"] < 1e-3 < rows["run"]["error_share"]
     assert abs(rows["delta=dp_p"]["row_sum"]) < abs(rows["run"]["row_sum"])
+    figure = run / "delta_bias.png"
+    drawn = figure.read_bytes()
+    figure.unlink()
+    assert delta_bias.main([str(run / "delta_bias.json"), "--draw"]) == 0 and figure.read_bytes() == drawn
+    (run / "other.json").write_text('{"rows": []}')
+    assert delta_bias.main([str(run / "other.json"), "--draw"]) == 2
 
 
 def test_cosines_tell_a_bias_from_a_direction_whose_sign_changes():

@@ -314,6 +314,46 @@ def test_an_arm_that_waits_starts_as_soon_as_what_it_waits_for_has_ended(tmp_pat
     assert begun == {"first1": 0, "first2": 0, "late2": 2, "other": 4, "late1": 9} and "never" not in codes
 
 
+@pytest.mark.parametrize("gpus, begun_at", [(1, {"a": 0, "b": 76, "c": 152}), (0, {"a": 0, "b": 100, "c": 200}),
+                                            (2, {"a": 0, "b": 0, "c": 76})])
+def test_the_next_arm_compiles_in_the_last_seconds_of_another(tmp_path, monkeypatch, gpus, begun_at):
+    """One arm a place, but on GPUs the next starts AHEAD_S = 25 before one ends, on its GPU; on a CPU it waits."""
+    clock, begun, slots = [0], {}, {}
+
+    class Process:
+        returncode = 0
+
+        def __init__(self, command, env, **_):
+            self.name = command[-1].rsplit("/", 1)[1]
+            begun[self.name], slots[self.name] = clock[0], env.get("CUDA_VISIBLE_DEVICES")
+
+        def poll(self):
+            return None if clock[0] < begun[self.name] + 100 else 0
+
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(arms.subprocess, "Popen", Process)
+    monkeypatch.setattr(arms.time, "sleep", lambda _: clock.__setitem__(0, clock[0] + 1))
+    monkeypatch.setattr(arms, "seconds_left", lambda run, steps: begun[run.name] + 100 - clock[0])
+    arms.run_arms({name: ["x"] for name in "abc"}, tmp_path, max(gpus, 1), gpus, say=lambda *_, **__: None, steps=9)
+    assert begun == begun_at
+    if gpus == 2:
+        assert (slots["a"], slots["b"]) == ("0", "1") and slots["c"] in slots["a"] + slots["b"]
+
+
+def test_seconds_left_are_those_of_the_last_steps(tmp_path):
+    """By the rate of what is at the end of the log, the line that is being written left out; inf before two losses."""
+    assert arms.seconds_left(tmp_path, 100) == math.inf
+    log = tmp_path / "metrics.jsonl"
+    lines = [json.dumps({"step": step, "loss": 3.0, "time": 1e9 + 30 * min(step, 50) + max(0, step - 50) / 2}) + "\n"
+             for step in range(0, 80, 10)]
+    log.write_text(lines[0])
+    assert arms.seconds_left(tmp_path, 100) == math.inf
+    log.write_text("".join(lines) + '{"step": 80, "lo')
+    assert arms.seconds_left(tmp_path, 100) > 500
+    log.write_text(lines[5] + json.dumps({"step": 60, "pad": "x" * arms.TAIL}) + "\n" + "".join(lines[6:]) + '{"step"')
+    assert arms.seconds_left(tmp_path, 100) == pytest.approx(15)
+
+
 @pytest.mark.parametrize("known", [True, False])
 def test_an_arm_that_waits_is_refused_where_it_began_with_other_flags(tmp_path, monkeypatch, known):
     """Before anything is started where its flags are known by then, else when they are; what runs then is ended."""
