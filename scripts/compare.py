@@ -2,7 +2,8 @@
 
 RUN is a run's out_dir, or a metrics file (.jsonl, .jsonl.gz, .jsonl.xz) with its run.json beside it. The first one is
 the reference: every difference is RUN minus reference, at equal steps, so on the same sequences. Runs whose orders
-differ are refused with exit status 2; one that is shorter is compared on the steps they share.
+differ are refused with exit status 2; one that is shorter is compared on the steps they share. Beside the step at which
+a run failed (failure.FailureRule) stands where W_Q ran away (monitor.runaway), which may be thousands of steps before.
 """
 
 import argparse
@@ -18,6 +19,7 @@ from diagnostics.lines import label_ends, whole_ticks
 from failure import failure_of
 from metrics import MetricsError, to_json
 from replay.order import OrderError
+from scripts.monitor import probed, runaway
 from scripts.runs import CompareError, Run, common_steps, difference, load_runs, nan_last
 from scripts.targets import check_targets
 
@@ -29,7 +31,8 @@ UNCHECKED = "DIFFERENT ORDERS: differences are not of the same batches"
 def compare(runs: Sequence[Run], allow_different_orders: bool = False) -> dict:
     """The comparison as plain values: {"reference", "same_order", "label", "runs": [...]}, losses in nats per token.
 
-    Raises CompareError where orders differ, unless that is allowed; the result then says so in "label".
+    "ran_away" is None for a run that was not probed. Raises CompareError where orders differ, unless that is allowed;
+    the result then says so in "label".
     """
     label, rows = "", []
     for run in runs:
@@ -43,11 +46,14 @@ def compare(runs: Sequence[Run], allow_different_orders: bool = False) -> dict:
         losses, validation = run.series("loss")[1], run.series("val_loss")[1]
         at, signed = difference(runs[0], run, shared)
         absolute = [abs(value) for value in signed]
+        alarm = runaway(run.records)
         norms = [norm for norm in run.series("grad_norm")[1] if math.isfinite(norm)]
         row = {"name": run.name, "attention": run.info.get("attention"), "steps": run.steps,
                "final_loss": losses[-1], "final_val_loss": validation[-1] if validation else None,
-               "step_of_failure": failure_of(run.records), "max_grad_norm": max(norms, default=None),
-               "common_steps": shared,
+               "step_of_failure": failure_of(run.records),
+               "ran_away": alarm is not None if probed(run.records) else None,
+               "step_of_runaway": alarm and alarm.step, "layer_of_runaway": alarm and alarm.layer,
+               "max_grad_norm": max(norms, default=None), "common_steps": shared,
                "difference": {"steps": at, "signed": signed, "absolute": absolute,
                               "mean_signed": _mean(signed), "mean_absolute": _mean(absolute),
                               "max_absolute": max(absolute, default=None, key=nan_last)}}
@@ -59,14 +65,16 @@ def compare(runs: Sequence[Run], allow_different_orders: bool = False) -> dict:
 
 def table(result: dict) -> str:
     """`compare`'s result as text, one line a run, and one a layer where ties were probed."""
-    head = ("run", "steps", "loss", "val loss", "mean diff", "mean |diff|", "max |diff|", "max grad", "failed at")
+    head = ("run", "steps", "loss", "val loss", "mean diff", "mean |diff|", "max |diff|", "max grad", "failed at",
+            "W_Q ran away")
     lines = [head]
     for row in result["runs"]:
         diff = row["difference"]
         failed = "-" if row["step_of_failure"] is None else str(row["step_of_failure"])
         lines.append((row["name"], str(row["steps"]), _number(row["final_loss"]), _number(row["final_val_loss"]),
                       _number(diff["mean_signed"], "+.2e"), _number(diff["mean_absolute"], ".2e"),
-                      _number(diff["max_absolute"], ".2e"), _number(row["max_grad_norm"], ".3g"), failed))
+                      _number(diff["max_absolute"], ".2e"), _number(row["max_grad_norm"], ".3g"), failed,
+                      _where(row)))
     text = [f"reference: {result['reference']}; loss and differences in nats per token"
             + (f"; {result['label']}" if result["label"] else "")]
     text += _columns(lines)
@@ -137,7 +145,7 @@ def plot(runs: Sequence[Run], result: dict, path: str | Path) -> None:
 
 def plot_layers(runs: Sequence[Run], path: str | Path) -> None:
     """Draws one column a run: loss, then W_Q norm and tied rows of each layer, in its worst head, its number where the
-    line ends. Errors: CompareError where no run was probed."""
+    line ends; a dotted line in the panel of W_Q where it ran away. Errors: CompareError where no run was probed."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -159,6 +167,9 @@ def plot_layers(runs: Sequence[Run], path: str | Path) -> None:
                 worst = [max(value, key=nan_last) if isinstance(value, list) else value for value in values]
                 axis.plot(steps, worst, color=f"C{layer}", linestyle=STYLES[layer % len(STYLES)], linewidth=1.2,
                           label=f"layer {layer}")
+            if prefix == WQ_NORM and (alarm := runaway(run.records)):
+                axis.axvline(alarm.step, color="black", linestyle=":", linewidth=1)
+                axis.set_title(f"dotted: ran away at step {alarm.step}, layer {alarm.layer}", fontsize=7)
         grid[-1][column].set_xlabel("optimizer step; numbers: layers")
     for axis, name in zip(grid[:, 0], ["training loss\n(nats/token)", *(title for _, title in panels)], strict=True):
         axis.set_ylabel(name, fontsize=8)
@@ -166,7 +177,7 @@ def plot_layers(runs: Sequence[Run], path: str | Path) -> None:
         axis.grid(alpha=0.3)
     for axis in grid[1:].flat:  # now that a row's limits are those of all its columns
         label_ends(axis, {line.get_label().removeprefix("layer "): (line.get_xdata()[-1], line.get_ydata()[-1])
-                          for line in axis.lines})
+                          for line in axis.lines if line.get_label().startswith("layer ")})
     whole_ticks(figure)
     figure.savefig(path, dpi=130)
     plt.close(figure)
@@ -184,6 +195,12 @@ def _mean(values: list[float]) -> float | None:
 def _last_and_largest(steps: list[int], values: list[float]) -> dict:
     step, largest = max(zip(steps, values, strict=True), key=lambda one: nan_last(one[1]))
     return {"last": values[-1], "max": largest, "step_of_max": step}
+
+
+def _where(row: dict) -> str:
+    if row["ran_away"] is None:
+        return "not probed"
+    return f"{row['step_of_runaway']}, layer {row['layer_of_runaway']}" if row["ran_away"] else "-"
 
 
 def _number(value: float | None, form: str = ".4f") -> str:

@@ -36,6 +36,18 @@ def first_alarm(records: Sequence[dict], thresholds: dict[str, float], before: i
     return None
 
 
+def probed(records: Sequence[dict]) -> bool:
+    """Whether a run's records have probes, which every signal is read from."""
+    return any(FIRST in record for record in records)
+
+
+def runaway(records: Sequence[dict]) -> Alarm | None:
+    """Where W_Q ran away: the first head whose W_Q had a spectral norm of more than 3 times the median of all heads
+    (the default of monitor_wq_ratio), which may be thousands of steps before the loss fails. None where none did, and
+    where the run was not `probed`."""
+    return first_alarm(records, {"wq_ratio": Config().monitor_wq_ratio})
+
+
 def judge(runs: Sequence[Run], thresholds: dict[str, float]) -> dict:
     """One line of the table: failed runs that were warned of in time, their leads in steps, and false alarms."""
     leads, failed, false = [], 0, 0
@@ -82,7 +94,7 @@ def main(argv: list[str] | None = None) -> int:
         check_targets(args.json)
         runs = load_runs(args.runs)
         for run, path in zip(runs, args.runs, strict=True):
-            if not any(FIRST in record for record in run.records):
+            if not probed(run.records):
                 raise CompareError(f"{path} has no probes; record it with --probe_interval=100 or --monitor=warn")
         default = Config().monitor_thresholds
         rows = [by_run(run, default) for run in runs]

@@ -1,9 +1,8 @@
 """What runs of one experiment came to: a line a run, a summary an arm, and a figure; from the runs' logs alone.
 
 What rates.py writes. A run has failed where failure.FailureRule says so, is stable where it has not within as many
-steps as the table is about, and is unfinished before that. Beside that stands whether W_Q ran away, which comes first
-and may take thousands of steps to reach the loss: a head's W_Q had a spectral norm of more than 3 times the median of
-all heads, the monitor's signal wq_ratio.
+steps as the table is about, and is unfinished before that. Beside that stands whether W_Q ran away (monitor.runaway),
+which may take thousands of steps to reach the loss.
 """
 
 import dataclasses
@@ -14,9 +13,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from config import Config
 from failure import WINDOW, failure_of, step_of_turn
-from scripts.monitor import first_alarm
+from scripts.monitor import probed, runaway
 from scripts.runs import CompareError, Run, load_run, nan_last
 
 FAILS, STABLE, UNTRIED = "fails", "stable", "not tried"
@@ -111,19 +109,20 @@ def finished(run: Run, steps: int) -> bool:
 
 def row(arm: str, seed: int, run: Run | None, proposal: dict | None, steps: int) -> dict:
     """One line of the table, by the run's log alone. `failed` is None for a run that has neither failed nor reached
-    `steps`, and `ran_away` likewise; `final_loss` is the mean of the last 50 logged losses, in nats; `ties` and
-    `wq_norm` are the proposed layer's at its last probe (share of rows with tied maxima in its worst head; largest
-    spectral norm of W_Q of a head)."""
+    `steps`, and `ran_away` likewise, or for one that was not probed; `final_loss` is the mean of the last 50 logged
+    losses, in nats; `ties` and `wq_norm` are the proposed layer's at its last probe (share of rows with tied maxima in
+    its worst head; largest spectral norm of W_Q of a head)."""
     found = dict.fromkeys(("arm", "seed", "failed", "step_of_failure", "final_loss", "last_step", "ran_away",
                            "step_of_runaway", "layer", "ties", "wq_norm"))
     found |= {"arm": arm, "seed": seed}
     if run is None:
         return found
     failure, losses = failure_of(run.records), run.series("loss")[1]
-    alarm, done = first_alarm(run.records, {"wq_ratio": Config().monitor_wq_ratio}), finished(run, steps)
+    alarm, done = runaway(run.records), finished(run, steps)
     found |= {"failed": failure is not None if done else None, "step_of_failure": failure,
               "final_loss": statistics.fmean(losses[-WINDOW:]), "last_step": run.steps - 1,
-              "ran_away": True if alarm else False if done else None, "step_of_runaway": alarm and alarm.step}
+              "ran_away": True if alarm else False if done and probed(run.records) else None,
+              "step_of_runaway": alarm and alarm.step}
     if proposal:
         found["layer"] = proposal["layer"]
         for name in ("ties", "wq_norm"):

@@ -14,14 +14,17 @@ import pytest
 from metrics import Metrics
 from replay.order import Header, Recorder
 from scripts.compare import UNCHECKED, _last_and_largest, compare, main, plot, plot_layers, table
+from scripts.monitor import first_alarm
+from scripts.outcomes import row
 from scripts.runs import CompareError, common_steps, difference, load_run, load_runs
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def make_run(folder: Path, losses, *, seed=0, rows=None, keep_order=True, data="ab" * 32, probes=True,
-             name=None) -> Path:
-    """A finished run as train.py leaves it: order file, run.json and metrics.jsonl."""
+             name=None, runs_away_at=math.inf) -> Path:
+    """A finished run as train.py leaves it: order file, run.json and metrics.jsonl. W_Q of head 1 of layer 1 has four
+    times the norm of the others from step `runs_away_at` on."""
     header = Header(dataset="corpus", n_tokens=10_000, sha256=data, block_size=8, sequences_per_step=4, seed=seed)
     with Recorder(folder / "order.bin", header) as recorder:
         for step in range(len(losses) if rows is None else rows):
@@ -36,7 +39,8 @@ def make_run(folder: Path, losses, *, seed=0, rows=None, keep_order=True, data="
         record = {"step": step, "loss": loss, "grad_norm": 1 + step / 10}
         if probes and step % 2 == 0:
             record |= {"probe/ties/layer0": 0.1, "probe/ties/layer1": step / 100, "probe/wq_norm/layer1": 3.0 + step,
-                       "probe/ties_head/layer1": [0.0, step / 50]}
+                       "probe/ties_head/layer1": [0.0, step / 50], "probe/wq_norm_head/layer0": [1.0, 1.0],
+                       "probe/wq_norm_head/layer1": [1.0, 4.0 if step >= runs_away_at else 1.0]}
         metrics.log(record)
     metrics.log({"step": len(losses), "val_loss": losses[-1] + 0.5})
     metrics.close()
@@ -73,7 +77,7 @@ def test_numbers_are_those_of_the_logs(pair, tmp_path):
 
     text = table(result)
     row = next(line for line in text.splitlines() if line.startswith("b "))
-    assert row.split() == ["b", "5", "nan", "nan", "+nan", "nan", "nan", "1.4", "4"]
+    assert row.split() == ["b", "5", "nan", "nan", "+nan", "nan", "nan", "1.4", "4", "-"]
     assert "layer 1" in text and "0.0400 (0.0400)" in text and "7.00 (7.00)" in text
 
 
@@ -89,6 +93,32 @@ def test_command_writes_json_and_a_plot(pair, tmp_path):
     result = json.loads(report.read_text(), parse_constant=refuse)
     assert result["runs"][1]["difference"]["signed"] == [0.0, 0.25, -0.25, 0.5, "NaN"]
     assert png.read_bytes().startswith(b"\x89PNG") and png.stat().st_size > 20_000
+
+
+def test_where_w_q_ran_away_and_where_nobody_looked(tmp_path):
+    """At the first probe that sees it, whatever becomes of the loss; step and layer in the JSON."""
+    losses = [3.0, 2.5, 2.0, 1.5, math.nan]
+    runs = load_runs([make_run(tmp_path / "away", losses, runs_away_at=1), make_run(tmp_path / "not", losses),
+                      make_run(tmp_path / "bare", losses, probes=False)])
+    result = compare(runs)
+    keys = ("ran_away", "step_of_runaway", "layer_of_runaway", "step_of_failure")
+    assert [[row[key] for key in keys] for row in result["runs"]] == [
+        [True, 2, 1, 4], [False, None, None, 4], [None, None, None, 4]]
+    head, *rows = table(result).splitlines()[1:5]
+    assert head.endswith("failed at  W_Q ran away")
+    assert [row.split("  ")[-1].strip() for row in rows] == ["2, layer 1", "-", "not probed"]
+
+
+def test_one_definition_of_the_runaway():
+    """compare.py, the tables over seeds and the monitor's rule name the same step."""
+    for name, failure, step, layer in (("seed1_b64_flash_bf16", 8030, 3800, 1), ("seed1_b64_delta_dp_p", *[None] * 3)):
+        run = load_run(ROOT / f"results/mini/{name}.jsonl.xz")
+        (found,) = compare([run])["runs"]
+        kept = row("arm", 1, run, None, run.steps)
+        assert (found["step_of_failure"], found["step_of_runaway"], found["layer_of_runaway"]) == (failure, step, layer)
+        assert (found["ran_away"], found["step_of_runaway"]) == (kept["ran_away"], kept["step_of_runaway"])
+        alarm = first_alarm(run.records, {"wq_ratio": 3.0})
+        assert (alarm and alarm.step) == step
 
 
 def test_lines_differ_without_colour_and_axes_have_units(pair, tmp_path, monkeypatch):
@@ -107,12 +137,17 @@ def test_lines_differ_without_colour_and_axes_have_units(pair, tmp_path, monkeyp
 
 
 def test_layers_are_drawn_a_column_a_run(pair, tmp_path, monkeypatch):
-    """Of a head's list the largest value counts; a run without probes is refused, as is an unknown picture format."""
+    """Of a head's list the largest value counts; a line where W_Q ran away, in its panel alone and without a layer's
+    number; a run without probes is refused, as is an unknown picture format."""
     import matplotlib.pyplot as plt
 
     monkeypatch.setattr(plt, "close", lambda figure: None)
-    plot_layers(load_runs(pair), tmp_path / "layers.png")
-    grid = np.array(plt.gcf().axes).reshape(3, 2)
+    away = make_run(tmp_path / "away", [4.0, 3.0, 2.5, 2.0, 1.5], runs_away_at=2)
+    plot_layers(load_runs([*pair, away]), tmp_path / "layers.png")
+    grid = np.array(plt.gcf().axes).reshape(3, 3)
+    assert [[len(axis.lines) for axis in line] for line in grid] == [[1, 1, 1], [1, 1, 2], [1, 1, 1]]
+    assert grid[1, 2].lines[-1].get_xdata() == [2, 2] and [text.get_text() for text in grid[1, 2].texts] == ["1"]
+    assert [axis.get_title() for axis in grid[1]] == ["", "", "dotted: ran away at step 2, layer 1"]
     ties = {line.get_label(): line for line in grid[2, 1].lines}
     assert ties["layer 1"].get_ydata().tolist() == [0.0, 2 / 50, 4 / 50]
     norms = {line.get_label(): line for line in grid[1, 0].lines}

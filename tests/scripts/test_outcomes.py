@@ -225,6 +225,14 @@ def test_runs_filed_as_what_they_are_not_are_refused(tmp_path, capsys, filed, se
     assert f"{filed} of seed {seed}, in {run}, {message}" in capsys.readouterr().err
 
 
+def test_whether_w_q_of_a_run_without_probes_ran_away_is_not_known(tmp_path):
+    write_run(tmp_path / "seed1/flash_bf16", 1, 100)
+    write_run(tmp_path / "seed2/flash_bf16", 2, 100, probe=False)
+    found = table_of(tmp_path, "--collect", arms=("flash_bf16",))
+    assert [(r["failed"], r["ran_away"]) for r in found["rows"]] == [(False, True), (False, None)]
+    assert [found["summary"][0][key] for key in ("finished", "ran_away_or_finished")] == [2, 1]
+
+
 def test_odd_folders(tmp_path, capsys):
     """Names that are no seeds, a seed given twice, a run that began after --steps, and a log that was cut off."""
     write_run(tmp_path / "seed1/flash_bf16", 1, 100, fails_at=70)
