@@ -1,6 +1,6 @@
 """The small run, in minutes on one GPU: record flash_bf16, replay its batches under other arms, say whose W_Q ran away.
 
-    python scripts/reproduce_mini.py --dataset data/mini [--out runs/mini] [--steps 5000] [--seed 1] [--parallel 2]
+    python scripts/reproduce_mini.py --dataset data/mini [--out runs/mini] [--steps 5000] [--seed 1]
 
 flash_bf16 trains, at most until its loss fails, and records its order; the other arms replay it side by side. Writes
 figure.png, layers.png and comparison.json into --out, and ends with a sentence. Interrupted or killed, the same command
@@ -61,7 +61,8 @@ def main(argv: list[str] | None = None) -> int:
                         help="optimizer steps an arm: 5000 (the default) for W_Q, 10000 for the loss")
     parser.add_argument("--seed", type=int, default=1, help="of weights and order")
     parser.add_argument("--arms", nargs="*", default=ARMS, metavar="ARM", help=f"default: {' '.join(ARMS)}")
-    parser.add_argument("--parallel", type=int, default=2, help="arms at a time; on one GPU more than 2 gain little")
+    parser.add_argument("--parallel", type=int, default=torch.cuda.device_count() or 1,
+                        help="arms at a time (default: one a GPU, the next of which compiles during its last seconds)")
     args, extra = parser.parse_known_args(argv)
     common = [f"--dataset={args.dataset}", f"--max_iters={args.steps}", f"--seed={args.seed}", *extra]
     gpus = torch.cuda.device_count()
