@@ -115,7 +115,7 @@ class Config:
     probe_sequences: int = 2  # sequences of each rank's first micro-batch that a probe reads
     monitor: Literal["off", "warn", "stop", "switch"] = "off"  # early warning: print, end (status 5), or switch
     monitor_interval: int = 100  # steps between the monitor's measurements, which are logged as probes are
-    monitor_remedy: str = "stabilized"  # monitor=switch moves a layer to this: BACKEND[+SWITCH=VALUE] or SWITCH=VALUE
+    monitor_remedy: str = "delta=dp_p"  # monitor=switch moves a layer to this: SWITCH=VALUE or BACKEND[+SWITCH=VALUE]
     monitor_ties: float = 0.4  # warn above this share of tied rows of a head, median of 5 measurements; 0 is off
     monitor_wq_ratio: float = 3.0  # warn above this norm of a head's W_Q over the median of all heads; 0 is off
     monitor_wq_norm: float = 0.0  # warn above this spectral norm of a head's W_Q; 0 is off

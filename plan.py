@@ -1,5 +1,6 @@
 """From a config to a plan: everything a user can get wrong is found here, before anything is started or written."""
 
+import contextlib
 import dataclasses
 import hashlib
 import os
@@ -10,7 +11,7 @@ import torch
 
 import checkpoint
 from attention import AttentionSpec, changed, layer_specs, same_numerics
-from attention.spec import NO_SWITCHES, from_key
+from attention.spec import from_key
 from config import Config, ConfigError
 from data.loader import Tokens, open_tokens, valid_starts
 from data.meta import corpus_folder
@@ -114,26 +115,36 @@ def _check_float16(config: Config, specs: list[AttentionSpec]) -> None:
 
 
 def _remedies(config: Config, specs: list[AttentionSpec]) -> list[AttentionSpec]:
-    """What monitor=switch would move each layer to. Errors: ConfigError for a monitor that could do nothing."""
-    if config.monitor == "off":
-        return []
-    if all(spec.backend in NO_SWITCHES for spec in specs):
-        raise ConfigError(f"monitor={config.monitor} watches the rows of flash backends, and every layer has "
-                          f"{' or '.join(sorted({s.backend for s in specs}))}; use monitor=off with that")
+    """What monitor=switch would move each layer to; a layer that rounds so already stays. Errors: ConfigError for a
+    remedy that a layer cannot take, or that changes none."""
     if config.monitor != "switch":
         return []
     if config.replay_switches:
         raise ConfigError("monitor=switch with replay_switches=True: the order's switches are replayed, so no new ones "
                           "can be decided; use monitor=warn, or replay_switches=False")
-    try:
-        remedies = [changed(spec, config.monitor_remedy, config.switches) for spec in specs]
-    except ValueError as error:
-        raise ConfigError(f"monitor_remedy={config.monitor_remedy!r}: {error}") from None
+    remedies = []
+    for layer, spec in enumerate(specs):
+        try:
+            remedies.append(changed(spec, config.monitor_remedy, config.switches))
+        except ValueError as error:
+            works = _with_backend(config, specs)
+            raise ConfigError(f"monitor_remedy={config.monitor_remedy!r}: layer {layer}: {error}"
+                              + (f"; every layer can take monitor_remedy={works}" if works else "")) from None
     if all(map(same_numerics, specs, remedies)):
         raise ConfigError(f"monitor_remedy={config.monitor_remedy!r} changes nothing: every layer rounds so already "
                           f"({specs[0].describe()}); choose another remedy, or monitor=warn")
     _check_float16(config, remedies)
     return remedies
+
+
+def _with_backend(config: Config, specs: list[AttentionSpec]) -> str:
+    """The switches of monitor_remedy on top of a backend that has them, as every layer can take it; "" for none."""
+    for backend in ("flash_fa2", "flash_fp32"):  # what is nearest to torch's kernels, and what float16 needs
+        remedy = f"{backend}+{config.monitor_remedy}"
+        with contextlib.suppress(ValueError):
+            _check_float16(config, [changed(spec, remedy, config.switches) for spec in specs])
+            return remedy
+    return ""
 
 
 def _switches(config: Config, state: dict | None) -> list[Switch]:

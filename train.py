@@ -1,7 +1,7 @@
 """Train a GPT with pluggable attention, recording or replaying the order of its batches.
 
     torchrun --standalone --nproc_per_node=4 train.py configs/gpt2_small_flash_bf16.toml
-    python train.py configs/mini_flash_bf16.toml --attention=stabilized --replay=runs/mini/order.bin
+    python train.py configs/mini_flash_bf16.toml --delta=dp_p --replay=runs/mini/order.bin
 
 One step: row of offsets -> micro-batches -> loss -> gradients -> clip -> update -> metrics. Everything that can be
 wrong with a config, a corpus or an order file is found by plan.py, before anything is started or written.

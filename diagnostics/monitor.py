@@ -7,8 +7,8 @@ A signal is a number by layer and head, or by layer, that `probes.record` writes
     wq_norm   that norm itself (paper figure 3)
     row_max   largest score of a layer (head None), what QK-Clip limits (Kimi K2 technical report, section 2.1)
 
-ties and row_max are of a few sequences, so the median of the last WINDOW records decides; the norms are exact. README
-says where the default thresholds come from. Imports nothing of ours.
+ties and row_max are of a few sequences, so the median of the last WINDOW records decides; the norms are exact.
+docs/monitor.md says where the default thresholds come from. Imports nothing of ours.
 """
 
 import math

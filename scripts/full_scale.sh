@@ -2,11 +2,11 @@
 # The paper's run on all GPUs of this machine, for at most MINUTES; then its log, header and order file into RESULTS.
 #
 #   MINUTES=25 DATASET=openwebtext scripts/full_scale.sh [--key=value ...]             record flash_bf16
-#   REPLAY=runs/full/flash_bf16/order.bin scripts/full_scale.sh --attention=stabilized  the same batches, another arm
+#   REPLAY=runs/full/flash_bf16/order.bin OUT=runs/full/dp_p scripts/full_scale.sh --delta=dp_p  the same batches
 #
-# OUT (runs/full/ARM) takes the run; calling again resumes it. GPUS (all), CONFIG (the paper's). What is in RESULTS
-# (results/gpt2_full) is renewed every minute, so that it outlives a machine that is taken away. The exit status is
-# train.py's, but 0 where MINUTES were over and the run has saved.
+# OUT (runs/full/ATTENTION) takes the run; calling again resumes it. GPUS (all), CONFIG (the paper's). What is in
+# RESULTS (results/gpt2_full) is renewed every minute, so that it outlives a machine that is taken away. The exit status
+# is train.py's, but 0 where MINUTES were over and the run has saved.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-python}

@@ -3,6 +3,7 @@ was switched stays so over resumes, replays, ranks and compilation, bit by bit."
 
 import functools
 import json
+import re
 import shutil
 
 import pytest
@@ -11,6 +12,7 @@ from test_ranks import finish, start
 
 import checkpoint
 import train
+from config import Config
 from replay.switches import companion, read_switches
 
 D, C = 16, 32  # of TINY
@@ -84,33 +86,61 @@ def switches(run):
     return [(s.step, s.layer) for s in read_switches(companion(run.out / "order.bin"))]
 
 
-@pytest.mark.parametrize("remedy, words", [("stabilized", "stabilized operands=bf16"), ("output=fp32", "output=fp32"),
-                                           ("output=stochastic", "output=stochastic"), ("standard", "standard (")])
-def test_switch(runner, planted, remedy, words):
+@pytest.mark.parametrize("attention", ["sdpa", "standard"])
+def test_every_backend_is_watched(runner, planted, attention):
+    """Ties of whole rows, and W_Q; watching changes nothing here either."""
+    flags = dict(init_from=planted) | FLAGS | dict(attention=attention)
+    run = runner("run", monitor="warn", **flags)
+    (warned,) = [r["warnings"] for r in run.records if "warnings" in r]
+    assert [(w["step"], w["layer"], w["head"], w["signal"]) for w in warned] == [(WARNED, 1, 0, "ties")]
+    assert run.losses == runner("plain", **flags).losses
+    norms = runner("norms", code=train.EXIT_WARNED, monitor="stop", **flags | dict(monitor_ties=0, monitor_wq_ratio=1))
+    assert "stopped by the monitor: step 0, " in norms.stdout and ": wq_ratio " in norms.stdout
+
+
+DEFAULT = Config().monitor_remedy
+
+
+@pytest.mark.parametrize("attention, remedy, words", [
+    ("flash_bf16", DEFAULT, "flash_bf16 .*delta=dp_p"), ("flash_fa2", DEFAULT, "flash_fa2 .*delta=dp_p"),
+    ("stabilized", DEFAULT, "stabilized .*delta=dp_p stabilizer=capped"),
+    ("sdpa", "flash_fa2+delta=dp_p", "flash_fa2 .*delta=dp_p"),
+    ("flash_bf16", "stabilized", "stabilized operands=bf16"), ("flash_bf16", "output=fp32", "output=fp32"),
+    ("flash_bf16", "output=stochastic", "output=stochastic"), ("flash_bf16", "standard", r"standard \(")])
+def test_switch(runner, planted, attention, remedy, words):
     """The named layer alone moves, from the announced step on; log, header, checkpoint and companion say so."""
-    flags = FLAGS | dict(checkpoint_interval=6)
+    flags = FLAGS | dict(checkpoint_interval=6, attention=attention)
     plain = runner("plain", init_from=planted, **flags)
     run = runner("run", init_from=planted, monitor="switch", monitor_remedy=remedy, **flags)
     assert f"monitor: layer 1 moves to {remedy} from step {SWITCHED} on" in run.stdout
     assert run.losses[:SWITCHED] == plain.losses[:SWITCHED] and run.losses != plain.losses
     told = {r["step"]: r["switched"] for r in run.records if "switched" in r}
     assert list(told) == [SWITCHED] and len(told[SWITCHED]) == 1 and told[SWITCHED][0]["layer"] == 1
-    assert words in told[SWITCHED][0]["attention"]
+    assert re.search(words, told[SWITCHED][0]["attention"])
     assert switches(run) == [(SWITCHED, 1)]
     assert run.state["switches"] == run.info["switches"]
     assert run.info["switches"] == json.loads(companion(run.out / "order.bin").read_text())["switches"]
     # From there on it is the run of that checkpoint in which the layer has the remedy by override.
-    override = remedy if "=" not in remedy else f"flash_bf16+{remedy}"
+    override = f"{attention}+{remedy}" if "=" in remedy.split("+")[0] else remedy
     other = runner("other", init_from=run.out / "ckpt_00000006.pt", replay=run.out / "order.bin",
                    attention_override=f"1={override}", **flags)
     assert other.losses == run.losses[SWITCHED:]
 
 
-@pytest.mark.parametrize("method, call", [("gradients", 4), ("gradients", 5), ("gradients", 6), ("gradients", 8),
-                                          ("micro_batch", 11), ("evaluate", 1)])
-def test_resumed_equals_uninterrupted(runner, planted, monkeypatch, method, call):
+def test_standard_layers_stay(runner, planted):
+    """delta is rowsum(dP P) there already: the remedy has nothing to move in the layer that is warned of."""
+    flags = dict(init_from=planted, attention_override="1=standard") | FLAGS
+    run = runner("run", monitor="switch", **flags)
+    assert "monitor: step 4, layer 1, head 0: ties" in run.stdout and "moves to" not in run.stdout
+    assert run.info["switches"] == switches(run) == [] and run.losses == runner("plain", **flags).losses
+
+
+@pytest.mark.parametrize("method, call, remedy", [
+    *(("gradients", call, remedy) for call in (4, 5, 6, 8) for remedy in (DEFAULT, "output=stochastic")),
+    ("micro_batch", 11, "output=stochastic"), ("evaluate", 1, "output=stochastic")])
+def test_resumed_equals_uninterrupted(runner, planted, monkeypatch, method, call, remedy):
     """Before the warning, between it and the switch, at the switch and after it; inside steps and evaluations."""
-    flags = dict(monitor="switch", monitor_remedy="output=stochastic", dropout=0.1) | FLAGS
+    flags = dict(monitor="switch", monitor_remedy=remedy, dropout=0.1) | FLAGS
     whole = runner("whole", init_from=planted, **flags)
     runner.interrupted("parts", monkeypatch, call, method, init_from=planted, **flags)
     resumed = runner("parts", init_from="resume", **flags)
@@ -140,15 +170,17 @@ def test_rewound(runner, planted):
     assert switches(resumed) == [(SWITCHED, 1)]
 
 
-def test_replayed(runner, planted):
+@pytest.mark.parametrize("remedy, words", [(DEFAULT, "flash_bf16 .*delta=dp_p"),
+                                           ("stabilized+shift_cap=3", "stabilized .*cap=3")])
+def test_replayed(runner, planted, remedy, words):
     """The order and its companion give the same losses without a monitor, or without its measurements."""
-    recorded = runner("recorded", init_from=planted, monitor="switch", monitor_remedy="stabilized+shift_cap=3", **FLAGS)
+    recorded = runner("recorded", init_from=planted, monitor="switch", monitor_remedy=remedy, **FLAGS)
     order = recorded.out / "order.bin"
     replayed = runner("replayed", init_from=planted, replay=order, replay_switches=True, **FLAGS)
     assert replayed.losses == recorded.losses
     runner.same_state(replayed.state, recorded.state)
     assert [r["step"] for r in replayed.records if "switched" in r] == [SWITCHED]
-    assert f"switch: layer 1 from step {SWITCHED} on: stabilized" in replayed.stdout
+    assert re.search(f"switch: layer 1 from step {SWITCHED} on: {words}", replayed.stdout)
     again = runner("again", init_from=planted, replay=replayed.out / "order.bin", replay_switches=True, **FLAGS)
     assert again.records == replayed.records and switches(again) == switches(recorded)  # a replay has a companion too
     without = runner("without", init_from=planted, replay=order, **FLAGS)
