@@ -321,18 +321,20 @@ def test_training_goes_on_while_the_thread_writes(tmp_path, slow_disk):
     assert loaded["model"]["wte"].data_ptr() == loaded["model"]["head"].data_ptr()
 
 
-def test_one_save_at_a_time_into_the_same_memory(tmp_path, slow_disk):
-    writer = Writer()
+def test_one_save_at_a_time_into_the_same_memory(tmp_path, monkeypatch):
+    """A save waits for the one before it, and for nothing of its own."""
+    writer, gates, publish = Writer(), {step: threading.Event() for step in range(4)}, checkpoint._publish
+    monkeypatch.setattr(checkpoint, "_publish", lambda path, step, *rest: (gates[step].wait(30),
+                                                                           publish(path, step, *rest)))
     for step in (1, 2, 3):
-        state, timer = state_of(step), threading.Timer(0.05, slow_disk.set)
+        timer = threading.Timer(0.05, gates[step - 1].set)
         timer.start()
-        writer.save(tmp_path, step, state, keep=9)
+        writer.save(tmp_path, step, state_of(step), keep=9)
         assert [path.name for path in checkpoints(tmp_path)] == [f"ckpt_{i:08d}.pt" for i in range(1, step)]
         memory = {id(buffer) for buffer in writer._buffers.values()}
         timer.join()
-        slow_disk.clear()
     assert len(memory) == 1
-    slow_disk.set()
+    gates[3].set()
     writer.settle()
     for step in (1, 2, 3):
         assert equal(load(tmp_path / f"ckpt_{step:08d}.pt"), {"step": step, **state_of(step)})
