@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from attention.op import NOTHING, differentiable, output_like
+from attention.op import NOTHING, differentiable, output_like, rest_like
 from attention.rounding import round_bf16, round_to, stochastic_round_bf16
 from attention.spec import SMALLEST_SHIFT, AttentionSpec
 
@@ -50,29 +50,35 @@ def trace(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, do: Tensor | Non
         o = _rounded_output(unrounded, rng, spec)
         delta = None
         if do is not None:
-            delta = _delta(_load(do, spec), _load(q, spec), _load(k, spec), _load(v, spec), o.flatten(0, 1),
-                           lse.flatten(0, 1), spec).view(lse.shape)
+            delta = _delta(_load(do, spec), _load(q, spec), _load(k, spec), _load(v, spec),
+                           o_of_delta(unrounded, o, spec).flatten(0, 1), lse.flatten(0, 1), spec).view(lse.shape)
     return Trace(unrounded, o, lse, ties, row_max, delta)
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, rng: Tensor, spec: AttentionSpec,
-            want_stats: bool, counted: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """o, lse, ties and row_max as op.differentiable describes them (paper Algorithm 1)."""
+            want_stats: bool, counted: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """o, lse, ties, row_max and rest as op.differentiable describes them (paper Algorithm 1)."""
     with torch.autocast(q.device.type, enabled=False):
-        o, lse, ties, row_max = _tiles_forward(q, k, v, rng, spec, want_stats)
-        out = output_like(q, spec.stores_fp32).copy_(_rounded_output(o.view(q.shape), rng, spec))
-    return out, lse, ties[:counted] if want_stats else ties, row_max
+        unrounded, lse, ties, row_max = _tiles_forward(q, k, v, rng, spec, want_stats)
+        unrounded = unrounded.view(q.shape)
+        o = _rounded_output(unrounded, rng, spec)
+        out = output_like(q, spec.stores_fp32).copy_(o)
+        rest = rest_like(out, spec)
+        if spec.keeps_rest:
+            rest.copy_(_rest(unrounded, o))
+    return out, lse, ties[:counted] if want_stats else ties, row_max, rest
 
 
-def backward(do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
-             spec: AttentionSpec) -> tuple[Tensor, Tensor, Tensor]:
+def backward(do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, spec: AttentionSpec,
+             rest: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv as op.differentiable describes them (paper Algorithm 2)."""
     with torch.autocast(q.device.type, enabled=False):
         shape = q.shape
         out = [output_like(q, False) for _ in range(3)]
         do, q, k, v = (_load(x, spec) for x in (do, q, k, v))
         dq, dk, dv = torch.zeros_like(q), torch.empty_like(k), torch.empty_like(v)
-        parts = score_gradients(do, q, k, v, o.to(q.dtype).reshape(q.shape), lse.flatten(0, 1), spec)
+        o = o.to(q.dtype) if rest is None else o.to(q.dtype) + rest
+        parts = score_gradients(do, q, k, v, o.reshape(q.shape), lse.flatten(0, 1), spec)
         for keys, rows, p, ds in parts:
             dv[:, keys] = _product(p.mT, do[:, rows])
             dk[:, keys] = _product(ds.mT, q[:, rows])
@@ -85,7 +91,7 @@ def backward(do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor
 def score_gradients(do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, spec: AttentionSpec):
     """Keys and rows of each tile, with P and alpha dS there as the products of the backward pass read them.
 
-    do, q, k, v, o: (B*H, T, D), their values in the operands' format; lse: (B*H, T).
+    do, q, k, v: (B*H, T, D), their values in the operands' format; o: (B*H, T, D), as `o_of_delta`; lse: (B*H, T).
     """
     delta, alpha = _delta(do, q, k, v, o, lse, spec), q.shape[-1] ** -0.5
     for keys, rows in tiles(q, spec):
@@ -160,7 +166,7 @@ def _new_maximum(m: Tensor, rm: Tensor, rs: Tensor | None, spec: AttentionSpec) 
 
 def _delta(do, q, k, v, o, lse, spec):
     """delta (B*H, T): rowsum(dO O), or an equivalent that never sees the rounded O (one more pass over the tiles)."""
-    if spec.delta == "do_o":
+    if spec.delta in ("do_o", "do_o_exact"):
         return (do * o).sum(-1)
     delta, again = torch.zeros_like(lse), torch.zeros_like(q)
     for keys, rows in tiles(q, spec):
@@ -235,3 +241,13 @@ def _rounded_output(o: Tensor, rng: Tensor, spec: AttentionSpec) -> Tensor:
     for head in spec.output_heads:
         rounded[:, head] = o[:, head]
     return rounded
+
+
+def _rest(unrounded: Tensor, o: Tensor) -> Tensor:
+    """What O's rounding left over, rounded to BF16 itself."""
+    return round_bf16(unrounded - o)
+
+
+def o_of_delta(unrounded: Tensor, o: Tensor, spec: AttentionSpec) -> Tensor:
+    """O as rowsum(dO O) reads it: what is stored and, where it is kept, what that left over."""
+    return o + _rest(unrounded, o) if spec.keeps_rest else o

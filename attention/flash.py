@@ -22,7 +22,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from attention import kernels, tiles
-from attention.op import NOTHING, differentiable, output_like
+from attention.op import NOTHING, differentiable, output_like, rest_like
 from attention.spec import FULL, SMALLEST_SHIFT, AttentionSpec
 
 LARGEST_HEAD = 128
@@ -143,13 +143,14 @@ def describe_launch(spec: AttentionSpec, head_size: int, device: torch.device | 
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, rng: Tensor, spec: AttentionSpec,
-            want_stats: bool, counted: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """o, lse, ties and row_max as op.differentiable describes them."""
+            want_stats: bool, counted: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """o, lse, ties, row_max and rest as op.differentiable describes them."""
     _check(q, spec)
     (B, H, T, D), device = q.shape, q.device
     _, launch = launch_for(spec, D, device)
     (tile,) = launch.forward.values()
     o = output_like(q, spec.stores_fp32)
+    rest = rest_like(o, spec)
     lse = torch.empty((B, H, T), device=device, dtype=torch.float32)
     ties = torch.empty((counted, H, T) if want_stats else NOTHING, device=device, dtype=torch.int32)
     row_max = torch.empty((B, H, T) if want_stats else NOTHING, device=device, dtype=torch.float32)
@@ -157,33 +158,36 @@ def forward(q: Tensor, k: Tensor, v: Tensor, rng: Tensor, spec: AttentionSpec,
     tile = fitted(tile, q, k, v)
     with _on(device):
         kernels.forward_kernel[(_programs(B * H, T, tile.rows),)](
-            q, k, v, *_descriptors(tile, q, k, v), o, lse, ties, row_max, rng, counted * H,
+            q, k, v, *_descriptors(tile, q, k, v), o, rest if spec.keeps_rest else None, lse, ties, row_max, rng,
+            counted * H,
             *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *o.stride()[:3],
             H, T, spec.tile_k or T, B * H, _group(k, B * H),
             **_switches(spec, D), **_forward_switches(spec, D), **_sizes(D, T, tile), STATS=want_stats,
             WIDE=_is_wide(spec, tile))
-    return o, lse, ties, row_max
+    return o, lse, ties, row_max, rest
 
 
-def backward(do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
-             spec: AttentionSpec) -> tuple[Tensor, Tensor, Tensor]:
+def backward(do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, spec: AttentionSpec,
+             rest: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv as op.differentiable describes them."""
     _check(q, spec)
     _, launch = launch_for(spec, q.shape[3], q.device)
     dq, dk, dv = (output_like(q, False) for _ in range(3))
     delta = torch.empty(q.shape[:3], device=q.device, dtype=torch.float32)
     do, q, k, v, o, lse = _rows(do), _rows(q), _rows(k), _rows(v), _rows(o), lse.contiguous()
+    if rest is not None and rest.stride() != o.stride():  # the kernel has O's strides alone
+        o, rest = o.contiguous(), rest.contiguous()
     with _on(q.device):
-        launch_dq(launch.dq, spec, do, q, k, v, o, lse, delta, dq)
+        launch_dq(launch.dq, spec, do, q, k, v, o, rest, lse, delta, dq)
         launch_dkdv(launch.dkdv, spec, do, q, k, v, lse, delta, dk, dv)
     return dq, dk, dv
 
 
-def launch_dq(tile: Tile, spec: AttentionSpec, do, q, k, v, o, lse, delta, dq) -> None:
+def launch_dq(tile: Tile, spec: AttentionSpec, do, q, k, v, o, rest, lse, delta, dq) -> None:
     """Writes delta and dq."""
     (B, H, T, D), tile = q.shape, fitted(tile, q, k, v, do)
     kernels.dq_kernel[(_programs(B * H, T, tile.rows),)](
-        q, k, v, *_descriptors(tile, q, k, v, do), o, do, lse, delta, dq, *q.stride()[:3], *k.stride()[:3],
+        q, k, v, *_descriptors(tile, q, k, v, do), o, rest, do, lse, delta, dq, *q.stride()[:3], *k.stride()[:3],
         *v.stride()[:3], *o.stride()[:3], *do.stride()[:3], *dq.stride()[:3], H, T, B * H, _group(k, B * H),
         **_switches(spec, D), **_sizes(D, T, tile), ALPHA=D**-0.5, DELTA=spec.delta)
 

@@ -153,7 +153,7 @@ def count_ties(pairs, above, floor, rm, KEYS: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["counted", "H", "TILE", "HEADS", "GROUP"])
-def forward_kernel(p_q, p_k, p_v, d_q, d_k, d_v, p_o, p_lse, p_ties, p_row_max, p_rng, counted,
+def forward_kernel(p_q, p_k, p_v, d_q, d_k, d_v, p_o, p_rest, p_lse, p_ties, p_row_max, p_rng, counted,
                    sqb, sqh, sqt, skb, skh, skt, svb, svh, svt, sob, soh, sot, H, T, TILE, HEADS, GROUP,
                    D: tl.constexpr, DP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EVEN: tl.constexpr,
                    UNIT: tl.constexpr, LOG2: tl.constexpr, SCALE: tl.constexpr, SOFTCAP: tl.constexpr,
@@ -163,6 +163,7 @@ def forward_kernel(p_q, p_k, p_v, d_q, d_k, d_v, p_o, p_lse, p_ties, p_row_max, 
                    EPSILON: tl.constexpr,
                    STATS: tl.constexpr, WIDE: tl.constexpr, DOTS: tl.constexpr, TMA: tl.constexpr):
     """O, L and row statistics of one block of rows (paper Algorithm 1); ties in the first `counted` heads alone.
+    Where p_rest is not None, BF16 of what O's rounding left over goes there, laid out as O.
 
     A tile of BLOCK_N keys is one step of the online softmax. WIDE: a step is TILE keys (up to the whole row), in parts
     of BLOCK_N; m and rs of the step are found first, then P V is summed over the parts in FP32 and rounded once.
@@ -278,6 +279,9 @@ def forward_kernel(p_q, p_k, p_v, d_q, d_k, d_v, p_o, p_lse, p_ties, p_row_max, 
             o = round_bf16(o)
         if FP32_HEADS != 0:
             o = tl.where(((FP32_HEADS >> tl.cast(h, tl.int64)) & 1) != 0, unrounded, o)
+        if p_rest is not None:
+            rest = narrow(unrounded - o)
+            store_rows(p_rest + b * sob + tl.cast(h, tl.int64) * soh, rest, start, sot, T, BLOCK_M, D, DP)
     store_rows(p_o, o, start, sot, T, BLOCK_M, D, DP)
 
 
@@ -292,7 +296,7 @@ def gradient_of_scores(b_p, dp, delta, x, SCALE: tl.constexpr, SOFTCAP: tl.const
 
 
 @triton.jit(do_not_specialize=["H", "HEADS", "GROUP"])
-def dq_kernel(p_q, p_k, p_v, d_q, d_k, d_v, d_do, p_o, p_do, p_lse, p_delta, p_dq,
+def dq_kernel(p_q, p_k, p_v, d_q, d_k, d_v, d_do, p_o, p_rest, p_do, p_lse, p_delta, p_dq,
               sqb, sqh, sqt, skb, skh, skt, svb, svh, svt, sob, soh, sot, sgb, sgh, sgt,
               sxb, sxh, sxt, H, T, HEADS, GROUP,
               D: tl.constexpr, DP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EVEN: tl.constexpr,
@@ -300,8 +304,9 @@ def dq_kernel(p_q, p_k, p_v, d_q, d_k, d_v, d_do, p_o, p_do, p_lse, p_delta, p_d
               BF16: tl.constexpr, SCORES: tl.constexpr, DELTA: tl.constexpr, DOTS: tl.constexpr, TMA: tl.constexpr):
     """alpha * delta, stored for the dK/dV kernel, and dQ = dS K, of one block of rows (paper Algorithm 2).
 
-    dO is read here anyway, so delta costs one read of O. The other two rules take one more pass over the keys:
-    rowsum(dP P), or rowsum(dO (P V)), which is the same sum with a dP that was not rounded.
+    dO is read here anyway, so delta costs one read of O and, where p_rest is not None, of what its rounding left over.
+    The other two rules take one more pass over the keys: rowsum(dP P), or rowsum(dO (P V)), which is the same sum with
+    a dP that was not rounded.
     """
     blocks = tl.cdiv(T, BLOCK_M)
     block, head = assign(blocks, HEADS, GROUP)
@@ -320,8 +325,10 @@ def dq_kernel(p_q, p_k, p_v, d_q, d_k, d_v, d_do, p_o, p_do, p_lse, p_delta, p_d
     b_q = operand(load_tile(p_q, d_q, token, col * sqh, start, sqt, T, BLOCK_M, D, DP, not EVEN, TMA), BF16)
     b_do = operand(load_tile(p_do, d_do, token, col * sgh, start, sgt, T, BLOCK_M, D, DP, not EVEN, TMA), BF16)
     m = tl.load(p_lse + p_rows, mask=rows < T, other=0.0) * (1 / UNIT)
-    if DELTA == "do_o":
+    if DELTA == "do_o" or DELTA == "do_o_exact":
         b_o = load_rows(p_o + b * sob + h * soh, start, sot, T, BLOCK_M, D, DP, not EVEN).to(tl.float32)
+        if p_rest is not None:
+            b_o += load_rows(p_rest + b * sob + h * soh, start, sot, T, BLOCK_M, D, DP, not EVEN).to(tl.float32)
         delta = tl.sum(b_do.to(tl.float32) * b_o, 1)
     else:
         delta = tl.zeros((BLOCK_M,), tl.float32)

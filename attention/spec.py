@@ -14,7 +14,8 @@ forward and backward pass (paper Algorithms 1 to 3; alpha = 1/sqrt(D)):
     O = O a + P V         pv          each tile's P V, the rescaled O and their sum
     O = O / l             output      what is stored, and what the backward pass reads
     L = m + log l         FP32, always
-    delta                 delta       rowsum(dO O), rowsum(dP P), or rowsum(dO (P V)) with P V made again in FP32
+    delta                 delta       rowsum(dO O) in FP32, of O as stored or plus BF16 of what its rounding left over;
+                                      rowsum(dP P); rowsum(dO (P V)) with P V made again in FP32
     dS = P (dP - delta)   FP32, always; dQ, dK, dV are summed in FP32 and cast once
 
 Imports nothing of ours, so that anything may import it.
@@ -34,7 +35,7 @@ CHOICES = {
     "row_sum": ("fp32", "bf16"),
     "pv": ("bf16", "fp32", "stochastic"),
     "output": ("bf16", "fp32", "stochastic"),
-    "delta": ("do_o", "dp_p", "do_o_recomputed"),
+    "delta": ("do_o", "do_o_exact", "dp_p", "do_o_recomputed"),
     "stabilizer": ("none", "paper", "capped", "clamp", "fixed", "unconditional", "lazy_max"),
     "dots": ("ieee", "tf32x3"),
     "kernel": ("auto", "triton", "emulated"),
@@ -130,6 +131,9 @@ class AttentionSpec:
             raise ValueError(f"probs={self.probs} needs operands=bf16: P and V of one product share a format")
         if self.output_heads and self.output == "fp32":
             raise ValueError(f"output_heads={self.output_heads} with output=fp32: every head is FP32 already")
+        if self.delta == "do_o_exact" and self.output == "fp32":
+            raise ValueError("delta=do_o_exact with output=fp32 changes nothing: an FP32 O leaves nothing over; use "
+                             "delta=do_o")
         if any(h < 0 for h in self.output_heads):
             raise ValueError(f"output_heads={self.output_heads} has a negative head; heads are counted from 0")
         if not self.beta > 1:
@@ -147,6 +151,11 @@ class AttentionSpec:
     def stores_fp32(self) -> bool:
         """Whether O travels in FP32: all of it, or some heads of it."""
         return self.output == "fp32" or bool(self.output_heads)
+
+    @property
+    def keeps_rest(self) -> bool:
+        """Whether the forward pass also keeps, for delta, what O's rounding left over."""
+        return self.delta == "do_o_exact"
 
     @property
     def stochastic(self) -> bool:

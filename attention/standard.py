@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from attention.op import NOTHING, differentiable, output_like
+from attention.op import NOTHING, differentiable, output_like, rest_like
 from attention.rounding import round_bf16
 from attention.spec import AttentionSpec, from_key
 
@@ -52,8 +52,8 @@ def _softmax(s: Tensor) -> Tensor:
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, rng: Tensor, spec: AttentionSpec,
-            want_stats: bool, counted: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """o, lse, ties and row_max as op.differentiable describes them; statistics see the full row."""
+            want_stats: bool, counted: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """o, lse, ties, row_max and an empty rest as op.differentiable describes them; statistics see the full row."""
     with torch.autocast(q.device.type, enabled=False):
         f = _Format(q)
         out = output_like(q, False)
@@ -66,11 +66,11 @@ def forward(q: Tensor, k: Tensor, v: Tensor, rng: Tensor, spec: AttentionSpec,
         ties = ties[:counted]
         if not want_stats:
             ties, row_max = ties.new_empty(NOTHING), row_max.new_empty(NOTHING)
-    return out, lse, ties, row_max
+    return out, lse, ties, row_max, rest_like(out, spec)
 
 
-def backward(do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
-             spec: AttentionSpec) -> tuple[Tensor, Tensor, Tensor]:
+def backward(do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, spec: AttentionSpec,
+             rest: None) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv as autograd makes them of `forward` under autocast: P anew, delta = rowsum(dP P) in FP32."""
     with torch.autocast(q.device.type, enabled=False):
         f = _Format(q)

@@ -22,7 +22,8 @@ class Pair(NamedTuple):
 
     s: scores, -inf where masked. pbar: exp(S - rowmax), hp (paper: P with a bar). l: its row sums.
     o_hp: P V. o_lp: O as stored. unrounded: O of lp before its last rounding.
-    delta_lp, delta_hp: rowsum(dO O) of each, lp as `delta` says; None without dO. lse: L of lp, FP32 values.
+    delta_lp, delta_hp: rowsum(dO O) of each, lp as `delta` says, with do_o_exact from nearly the unrounded O; None
+    without dO. lse: L of lp, FP32 values.
     """
 
     s: Tensor
@@ -60,8 +61,10 @@ class Pair(NamedTuple):
 
 def head_spec(spec: AttentionSpec, head: int) -> AttentionSpec:
     """The spec of one head alone: output_heads resolved for it."""
-    output = "fp32" if head in spec.output_heads else spec.output
-    return dataclasses.replace(spec, output=output, output_heads=())
+    if head not in spec.output_heads:
+        return dataclasses.replace(spec, output_heads=())
+    delta = "do_o" if spec.keeps_rest else spec.delta  # an FP32 O leaves nothing over
+    return dataclasses.replace(spec, output="fp32", output_heads=(), delta=delta)
 
 
 def operand(x: Tensor, spec: AttentionSpec) -> Tensor:
@@ -103,6 +106,7 @@ def score_gradients(q: Tensor, k: Tensor, v: Tensor, do: Tensor, pair: Pair, spe
     exact gradient and with delta=dp_p, and else to what the roundings of O and of dP leave over."""
     q, k, v, do = (operand(x, spec) for x in (q, k, v, do))
     ds = torch.zeros_like(pair.s)
-    for keys, rows, _, part in emulated.score_gradients(do, q, k, v, pair.o_lp.float(), pair.lse.float(), spec):
+    o = emulated.o_of_delta(pair.unrounded.float(), pair.o_lp.float(), spec)
+    for keys, rows, _, part in emulated.score_gradients(do, q, k, v, o, pair.lse.float(), spec):
         ds[:, rows, keys] = part.double()
     return ds

@@ -148,8 +148,8 @@ def memory(args):
 
 
 def peak(qkv, do, spec) -> tuple[int, int]:
-    """(bytes that forward and backward ask for at their peak, bytes of O, L, delta and the gradients). The first call
-    leaves behind what exists once."""
+    """(bytes that forward and backward ask for at their peak, bytes of O, what its rounding left over where that is
+    kept, L, delta and the gradients). The first call leaves behind what exists once."""
     for _ in range(2):
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
@@ -157,7 +157,7 @@ def peak(qkv, do, spec) -> tuple[int, int]:
         o = attend(*qkv, spec)
         grads = torch.autograd.grad(o, qkv, do)
         extra = torch.cuda.memory_stats()["requested_bytes.all.peak"] - before
-        needed = o.nbytes + sum(g.nbytes for g in grads) + 2 * 4 * o[..., 0].numel()
+        needed = o.nbytes + sum(g.nbytes for g in grads) + 2 * 4 * o[..., 0].numel() + 2 * spec.keeps_rest * o.numel()
         del o, grads
     return extra, needed
 

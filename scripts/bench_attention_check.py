@@ -18,8 +18,8 @@ SWITCHES = [dict(backend=b) for b in ("flash_fa2", "flash_bf16", "stabilized", "
     dict(backend="flash_fp32", dots="ieee", tile_k=32), dict(backend="flash_fa2", scores="bf16"),
     dict(backend="flash_fa2", pv="bf16"), dict(probs="fp32"), dict(probs="fp8_e4m3"), dict(probs="fp8_e5m2"),
     dict(row_sum="bf16"), dict(output="fp32"), dict(output="stochastic"), dict(output_heads=(0, 2)),
-    dict(delta="dp_p"), dict(delta="do_o_recomputed"), dict(softcap=30.0), dict(tile_k=0), dict(tile_k=64),
-    dict(tile_k=256), dict(tile_k=0, backend="stabilized")] + [
+    dict(delta="do_o_exact"), dict(delta="dp_p"), dict(delta="do_o_recomputed"), dict(softcap=30.0), dict(tile_k=0),
+    dict(tile_k=64), dict(tile_k=256), dict(tile_k=0, backend="stabilized")] + [
     dict(stabilizer=s) for s in ("paper", "capped", "clamp", "fixed", "unconditional", "lazy_max")]
 
 
@@ -68,7 +68,7 @@ def one(shape, std, choice) -> dict:
         qkv[0][:, :, -100:], qkv[1][:, :, :100] = 0.5, 0.5  # rows with equal maxima
     rng, results = torch.tensor(RNG, device=do.device), []
     for run in (flash.flash, emulated):
-        o, lse, ties, row_max = run(*qkv, rng, spec.key, True)
+        o, lse, ties, row_max, _ = run(*qkv, rng, spec.key, True)
         results.append([o, lse, *torch.autograd.grad(o, qkv, do.to(o.dtype)), ties, row_max])
     row = dict(zip("BHTD", shape, strict=True)) | dict(std=std, switch=json.dumps(choice), spec=spec.describe())
     for name, a, b in zip(("o", "lse", "dq", "dk", "dv", "ties", "row_max"), *results, strict=True):
@@ -101,7 +101,7 @@ def bias(args):
             exact, row = float64(q, k, v, spec), dict(q_scale=scale, v_mean=mean, backend=name)
             for which, run in (("kernel", flash.flash), ("emulated", emulated)):
                 with torch.no_grad():
-                    o, _, ties, _ = run(q, k, v, rng, spec.key, which == "emulated")
+                    o, _, ties, *_ = run(q, k, v, rng, spec.key, which == "emulated")
                 error = o.double() - exact
                 row[which] = dict(o=error.mean().item(), delta=(do.double() * error).sum(-1).mean().item())
             row["tied"] = (ties > 1).double().mean().item()

@@ -121,6 +121,7 @@ def build(choice: dict, dtype: str, T: int, D: int, stats: bool | None) -> bool:
     import torch
 
     from attention import AttentionSpec, flash
+    from attention.op import output_like, rest_like
     from scripts.bench_attention_common import RNG, tensors
 
     spec = AttentionSpec(**{name: tuple(x) if isinstance(x, list) else x for name, x in choice.items()})
@@ -128,8 +129,9 @@ def build(choice: dict, dtype: str, T: int, D: int, stats: bool | None) -> bool:
     q, k, v = (x.detach() for x in qkv)
     with building(flash.kernels):
         if stats is None:
-            o = torch.empty(1, T, 2, D, device=q.device, dtype=torch.float32 if spec.stores_fp32 else q.dtype)
-            flash.backward(do.to(o.dtype), q, k, v, o.transpose(1, 2), q.new_empty(1, 2, T, dtype=torch.float32), spec)
+            o = output_like(q, spec.stores_fp32)
+            rest = rest_like(o, spec) if spec.keeps_rest else None
+            flash.backward(do.to(o.dtype), q, k, v, o, q.new_empty(1, 2, T, dtype=torch.float32), spec, rest)
         else:
             flash.forward(q, k, v, torch.tensor(RNG, device=q.device), spec, stats, 1)
     return True

@@ -30,16 +30,16 @@ def _settle() -> None:
 
 
 def run(which: str, q, k, v, do, rng, spec_key: str, stats: bool, counted: int = -1) -> dict:
-    """Forward and backward of "flash" or "emulated": o, lse, ties, row_max, dq, dk, dv."""
+    """Forward and backward of "flash" or "emulated": o, lse, ties, row_max, rest, dq, dk, dv."""
     import torch
 
     from attention.emulated import emulated
     from attention.flash import flash
 
     xs = [x.detach().requires_grad_() for x in (q, k, v)]
-    o, lse, ties, row_max = {"flash": flash, "emulated": emulated}[which](*xs, rng, spec_key, stats, counted)
+    o, lse, ties, row_max, rest = {"flash": flash, "emulated": emulated}[which](*xs, rng, spec_key, stats, counted)
     dq, dk, dv = torch.autograd.grad(o, xs, do)
-    return {"o": o.detach(), "lse": lse, "ties": ties, "row_max": row_max, "dq": dq, "dk": dk, "dv": dv}
+    return {"o": o.detach(), "lse": lse, "ties": ties, "row_max": row_max, "rest": rest, "dq": dq, "dk": dk, "dv": dv}
 
 
 def run_with_descriptors(*args) -> dict:

@@ -9,7 +9,7 @@ import torch
 from attention_cases import FLASH, assert_within, bias, errors, exact, inputs, materialised, run, run_spec, spec
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from attention import attend
+from attention import attend, changed
 from attention.emulated import emulated, trace
 from attention.rounding import round_bf16
 
@@ -138,8 +138,8 @@ def test_containers_and_output_types():
         o, dq, *_ = run_spec(spec("flash_fp32"), *(t.to(dtype) for t in x))
         assert o.dtype == torch.float32 and dq.dtype == dtype
     assert attend(*(t.bfloat16() for t in x[:3]), spec(output_heads=(1,))).dtype == torch.float32
-    o, _, ties, row_max = emulated(*x[:3], torch.zeros(3, dtype=torch.int64), spec().key, False)
-    assert ties.shape == row_max.shape == (0,) and o.shape == x[0].shape
+    o, _, *others = emulated(*x[:3], torch.zeros(3, dtype=torch.int64), spec().key, False)
+    assert [t.shape for t in others] == [(0,)] * 3 and o.shape == x[0].shape
     fine = inputs(bf16=False)
     for a, b in zip(run_spec(spec(), *fine), run_spec(spec(), *map(round_bf16, fine)), strict=True):
         assert torch.equal(a, b), "operands=bf16 rounds q, k, v and dO on entry"
@@ -155,10 +155,10 @@ def test_autocast_changes_nothing(backend):
     assert all(torch.equal(a, b) for a, b in zip(plain, cast, strict=True))
 
 
-@pytest.mark.parametrize("backend", FLASH)
-def test_repeatable_and_compiled_equals_eager(backend, tmp_path, monkeypatch):
+@pytest.mark.parametrize("choice", [*FLASH, "flash_fa2+delta=do_o_exact"])
+def test_repeatable_and_compiled_equals_eager(choice, tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    s = spec(backend, tile_k=16)
+    s = changed(spec(), f"{choice}+tile_k=16")
     B, T, H, D = 1, 20, 2, 16
     do = inputs(B, H, T, D)[3]
 
@@ -177,8 +177,8 @@ def test_repeatable_and_compiled_equals_eager(backend, tmp_path, monkeypatch):
         assert torch.equal(values[0], values[2]), f"{name} differs when compiled"
 
 
-@pytest.mark.parametrize("switches", [{}, dict(output_heads=(0,), output="stochastic"), dict(backend="flash_fp32")],
-                         ids=str)
+@pytest.mark.parametrize("switches", [{}, dict(output_heads=(0,), output="stochastic"), dict(backend="flash_fp32"),
+                                      dict(delta="do_o_exact")], ids=str)
 def test_the_operator_is_registered_correctly(switches):
     q, k, v, _ = inputs(T=9, dtype=torch.bfloat16)
     q, k, v = (t.transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for t in (q, k, v))
@@ -201,6 +201,19 @@ def test_backward_pass_fills_no_gradients_of_statistics():
     assert "lpattn.emulated_backward.default" in names and not any("zero" in name for name in names), names
 
 
+def test_what_is_kept_for_the_backward_pass():
+    """Q, K, V, O and L; where it is asked for, what O's rounding left over, two bytes an element; nothing else."""
+    x = [t.bfloat16().requires_grad_() for t in inputs()[:3]]
+    for s, rest in ((spec(), False), (spec("flash_fa2"), False), (spec(delta="dp_p"), False),
+                    (spec(delta="do_o_exact"), True), (spec(delta="do_o_exact", output_heads=(1,)), True)):
+        kept = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):  # noqa: B023
+            o = attend(*x, s)
+        assert len(kept) == 5 + rest
+        n = o.numel()
+        assert sum(t.nbytes for t in kept) == 3 * 2 * n + o.nbytes + 4 * n // o.shape[-1] + 2 * n * rest
+
+
 def test_switches_of_the_kernels_alone_change_nothing():
     x = inputs()
     for plain, other in ((spec(), spec(tile_q=16)), (spec("flash_fp32"), spec("flash_fp32", dots="ieee"))):
@@ -210,10 +223,12 @@ def test_switches_of_the_kernels_alone_change_nothing():
 def test_trace_is_what_the_operator_does():
     q, k, v, do = inputs(T=65, D=32)
     for backend in FLASH:
-        for delta in ("do_o", "dp_p", "do_o_recomputed"):
+        for delta in ("do_o", "do_o_exact", "dp_p", "do_o_recomputed"):
+            if delta == "do_o_exact" and backend == "flash_fp32":
+                continue
             s = spec(backend, tile_k=16, delta=delta)
             got = trace(q, k, v, s, do)
-            o, lse, ties, row_max = emulated(q, k, v, torch.zeros(3, dtype=torch.int64), s.key, True)
+            o, lse, ties, row_max, _ = emulated(q, k, v, torch.zeros(3, dtype=torch.int64), s.key, True)
             for a, b in ((got.o, o), (got.lse, lse), (got.ties, ties), (got.row_max, row_max)):
                 assert torch.equal(a, b)
             want = (do.double() * materialised(*(t.double() for t in (q, k, v)))).sum(-1)

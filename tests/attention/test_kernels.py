@@ -54,6 +54,11 @@ def assert_close(ours, theirs, spec):
     assert torch.equal(ours["ties"], theirs["ties"])
     torch.testing.assert_close(ours["row_max"], theirs["row_max"], rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(ours["lse"], theirs["lse"], rtol=1e-6, atol=1e-6)
+    assert ours["rest"].shape == (ours["o"].shape if spec.keeps_rest else (0,))
+    if spec.keeps_rest and spec.pv == "fp32":  # where O is rounded the other way, too
+        whole, other = (x["o"] + x["rest"] for x in (ours, theirs))
+        torch.testing.assert_close(whole, other, rtol=2**-15, atol=1e-6)
+        assert (ours["rest"] == theirs["rest"]).float().mean() > 0.9
     for name in EXACT:
         difference, scale = (ours[name] - theirs[name]).abs(), theirs[name].abs().max()
         assert theirs[name].isfinite().all() and scale > 0
@@ -82,6 +87,11 @@ SWITCHES = {
     "pv_stochastic_full": dict(pv="stochastic", tile_k=FULL),
     "output_heads": dict(output_heads=(1,)),
     "output_heads_stochastic": dict(output_heads=(0,), output="stochastic"),
+    "delta_exact": dict(delta="do_o_exact"),
+    "delta_exact_fa2": dict(backend="flash_fa2", delta="do_o_exact"),
+    "delta_exact_fp32": dict(backend="flash_fp32", output="bf16", delta="do_o_exact"),
+    "delta_exact_stochastic": dict(output="stochastic", pv="stochastic", delta="do_o_exact"),
+    "delta_exact_heads": dict(output_heads=(1,), delta="do_o_exact", tile_k=FULL),
     "delta_dp_p": dict(delta="dp_p"),
     "delta_recomputed": dict(delta="do_o_recomputed"),
     "softcap": dict(softcap=2.0),
@@ -202,6 +212,14 @@ def test_statistics_change_nothing(worker):
     tensors = inputs()
     with_stats, without = (flash(worker, tensors, spec, stats) for stats in (True, False))
     assert all(torch.equal(with_stats[n], without[n]) for n in (*EXACT, "lse"))
+
+
+def test_what_is_kept_for_delta_changes_no_o(worker):
+    """Keys are walked to the same O whether it is kept; dV does not see delta, dQ and dK do."""
+    tensors = inputs()
+    kept, without = (flash(worker, tensors, AttentionSpec("flash_fa2", delta=x)) for x in ("do_o_exact", "do_o"))
+    assert all(torch.equal(kept[n], without[n]) for n in ("o", "lse", "dv"))
+    assert not any(torch.equal(kept[n], without[n]) for n in ("dq", "dk"))
 
 
 @pytest.mark.parametrize("choice", [{}, dict(backend="stabilized"), dict(backend="flash_fa2"), dict(tile_k=FULL)])
@@ -325,11 +343,12 @@ def test_where_descriptors_cannot_load_another_tile_may(monkeypatch, choice, D, 
     assert str(flash.fitted(tile, q, q, q)) == forward
 
 
-def test_loads_by_descriptors(worker):
+@pytest.mark.parametrize("delta", ["do_o", "do_o_exact"])
+def test_loads_by_descriptors(worker, delta):
     """Heads side by side in one matrix of tokens: the same tiles as by pointers. FP32, as the interpreter needs."""
     packed = bf16(2, 128, 4, 2, 64)
     q, k, v, do = (packed[:, :, i].transpose(1, 2) for i in range(4))
-    spec = AttentionSpec()
+    spec = AttentionSpec(delta=delta)
     by_pointers = flash(worker, (q, k, v, do), spec)
     found = worker.submit(interpreted.run_with_descriptors, q, k, v, do, RNG, spec.key).result()
     assert all(torch.equal(by_pointers[name], found[name]) for name in (*EXACT, "lse"))

@@ -49,6 +49,7 @@ def test_presets(backend):
     assert tuple(getattr(spec, name) for name in NAMES) == TABLE[backend]
     assert all(getattr(spec, f.name) is not None for f in dataclasses.fields(spec)), "a spec is fully resolved"
     assert spec.stores_fp32 == (backend == "flash_fp32")
+    assert not spec.keeps_rest
     assert spec.rounds_bf16 == (backend in ("flash_bf16", "flash_fa2", "stabilized"))
     assert (spec.tile_q, spec.kernel) == (128, "auto")
 
@@ -121,6 +122,8 @@ BAD_COMBINATIONS = [
     ("probs=bf16 needs operands=bf16", dict(backend="flash_fp32", probs="bf16")),
     ("probs=fp8_e4m3 needs operands=bf16", dict(backend="flash_fp32", probs="fp8_e4m3")),
     ("output_heads=(1,) with output=fp32: every head is FP32 already", dict(output="fp32", output_heads=(1,))),
+    ("delta=do_o_exact with output=fp32 changes nothing", dict(output="fp32", delta="do_o_exact")),
+    ("delta=do_o_exact with output=fp32 changes nothing", dict(backend="flash_fp32", delta="do_o_exact")),
     ("output_heads=(-1,) has a negative head", dict(output_heads=(-1,))),
     ("beta=1.0 must exceed 1", dict(beta=1.0)),
     ("beta=nan must exceed 1", dict(beta=math.nan)),

@@ -85,6 +85,18 @@ def test_high_precision_sees_the_backends_own_scores():
     assert precision.head_spec(spec, 2).output == "fp32" and precision.head_spec(spec, 1).output == "bf16"
 
 
+def test_delta_follows_what_o_left_over():
+    """delta_lp is rowsum(dO O) of an O that has lost 2^-16 of itself; a head whose O is FP32 leaves nothing over."""
+    q, k, v, do = head(1)
+    spec = AttentionSpec("flash_fa2", delta="do_o_exact", output_heads=(2,), tile_k=16)
+    pair = precision.both(q, k, v, precision.head_spec(spec, 1), do)
+    exact, stored = ((do.double() * o).sum(-1) for o in (pair.unrounded, pair.o_lp))
+    lost = 2**-16 * (do.double() * pair.unrounded).abs().sum(-1) + 1e-6
+    assert ((pair.delta_lp - exact).abs() <= lost).all() and ((pair.delta_lp - stored).abs() > lost).any()
+    one, other = precision.head_spec(spec, 2), precision.head_spec(spec, 1)
+    assert (one.output, one.delta, other.output, other.delta) == ("fp32", "do_o", "bf16", "do_o_exact")
+
+
 def planted_row(ones: int, remainder: float, value=-2.296875, spec=None):
     """A last row with `ones` equal maxima at V = value, and one key of V = remainder / P below them; others far off."""
     n = ones + 2
