@@ -12,6 +12,7 @@ import torch
 
 from attention import AttentionSpec
 from attention.layers import changed
+from scripts.targets import write_text
 
 DTYPES = ("bfloat16", "float16", "float32")
 RNG = (1234567, 3, 5)  # seed, layer and draw of stochastic rounding
@@ -91,5 +92,4 @@ def write(path, **content):
     head = dict(hardware=torch.cuda.get_device_name(), commit=commit,
                 versions=dict(python=sys.version.split()[0], torch=torch.__version__, triton=triton.__version__,
                               cuda=torch.version.cuda))
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    Path(path).write_text(json.dumps(head | content, indent=1) + "\n")
+    write_text(path, json.dumps(head | content, indent=1) + "\n")

@@ -34,7 +34,7 @@ from scripts.arms import FURTHER, RESULTS, ROOT, check_arm, outcome, run_arms
 from scripts.collect import collect
 from scripts.outcomes import FAILS, FIRST, Arm, check_alike, draw, finished, load, propose, tabulate
 from scripts.runs import Run, load_run
-from scripts.targets import check_targets
+from scripts.targets import check_targets, write_text
 from stop import EXIT_SIGINT, EXITS_STOPPED
 
 
@@ -195,8 +195,7 @@ def _check(args: argparse.Namespace, arms: dict[str, list[str]], proposes: bool)
 
 def write(found: dict, path: Path) -> None:
     """The experiment as JSON, and its summary as a table on standard output."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(to_json(found, indent=1) + "\n")
+    write_text(path, to_json(found, indent=1) + "\n")
     width = max(len(line["arm"]) for line in found["summary"])
     print(f"{'arm':<{width}}  {'paper':<10}{'failed, rate, 95 %, verdict':<36}  step  {'ran away':<36}  step   loss   "
           "ties    W_Q")

@@ -1,4 +1,4 @@
-"""Whether what a script is to write can be written, asked before minutes of work."""
+"""What a script is to write: whether it can be written, asked before minutes of work, and files that are whole."""
 
 import os
 from pathlib import Path
@@ -15,3 +15,20 @@ def check_targets(*files: str | Path | None, folders: tuple[str | Path, ...] = (
             raise OSError(f"{target} cannot be written: {there} is {'a' if there.is_dir() else 'no'} folder")
         if not os.access(there, os.W_OK):
             raise OSError(f"{target} cannot be written: {there} may not be written to")
+
+
+def write_text(path: str | Path, text: str) -> None:
+    """Makes the folder, too. What was there before is there until all of the text is: a disk may be full, or a process
+    killed, halfway. Errors: OSError."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.exists() and not path.is_file():  # /dev/stdout
+        path.write_text(text, encoding="utf-8")
+        return
+    path = path.resolve()  # a link stays one
+    temporary = path.with_name(f"{path.name}.tmp")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)

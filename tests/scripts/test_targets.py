@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from scripts.targets import check_targets
+from scripts.targets import check_targets, write_text
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 # By script: what else its command needs, none of which exists, and the flags that name a FILE or a FOLDER.
@@ -58,3 +58,18 @@ def test_what_may_not_be_written_to(tmp_path, monkeypatch):
     for files, folders in (((tmp_path / "a/b",), ()), ((None, tmp_path / "b"), ()), ((), (tmp_path,))):
         with pytest.raises(OSError, match=f"{tmp_path} may not be written to"):
             check_targets(*files, folders=folders)
+
+
+def test_what_was_there_stays_until_all_of_the_text_is(tmp_path):
+    (tmp_path / "kept").mkdir()
+    file, link = tmp_path / "kept/table.json", tmp_path / "link.json"
+    write_text(file, "before")
+    link.symlink_to(file)
+    with pytest.raises(UnicodeError):  # halfway, as when a disk is full
+        write_text(link, "now" * 100_000 + "\ud800")
+    assert file.read_text() == "before"
+    write_text(link, "now")
+    assert file.read_text() == "now" and link.is_symlink()
+    assert [path.name for path in file.parent.iterdir()] == ["table.json"]
+    write_text("/dev/null", "now")
+    assert Path("/dev/null").is_char_device()
