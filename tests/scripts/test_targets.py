@@ -60,6 +60,17 @@ def test_what_may_not_be_written_to(tmp_path, monkeypatch):
             check_targets(*files, folders=folders)
 
 
+def test_two_files_of_one_name_and_what_belongs_to_a_run(tmp_path):
+    with pytest.raises(OSError, match=f"{tmp_path}/a and {tmp_path}/b/../a are one file"):
+        check_targets(tmp_path / "a", None, f"{tmp_path}/b/../a")
+    for name in ("run.json", "a.run.json", "metrics.jsonl", "a.jsonl.xz", "order.bin", "order.switches.json",
+                 "ckpt_00000001.pt"):
+        check_targets(tmp_path / name)
+        (tmp_path / name).touch()
+        with pytest.raises(OSError, match=f"{name} cannot be written: it is there and belongs to a run"):
+            check_targets(tmp_path / name)
+
+
 def test_what_was_there_stays_until_all_of_the_text_is(tmp_path):
     (tmp_path / "kept").mkdir()
     file, link = tmp_path / "kept/table.json", tmp_path / "link.json"
