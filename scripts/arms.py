@@ -19,6 +19,7 @@ from config import Config, ConfigError, as_dict, load
 from data.loader import open_tokens
 from data.meta import corpus_folder
 from metrics import read_metrics, read_run, to_json
+from plan import remedies_of
 
 FURTHER = "Every other --key=value goes to train.py, whose keys python train.py --help lists."  # of a script's --help
 ROOT = Path(__file__).resolve().parents[1]
@@ -42,6 +43,15 @@ def outcome(run: Path, steps: int = 0) -> int | None:
     return None if code == 0 and (last_step(run) or steps) < steps else code
 
 
+def check_extra(extra: list[str], own: dict[str, str]) -> None:
+    """Of the flags for train.py none may be one that the script sets for its arms, or it would be lost, or make runs
+    that never end as they should. own: what to do instead, by key. Errors: ConfigError."""
+    for flag in extra:
+        key = flag.removeprefix("--").partition("=")[0].replace("-", "_")
+        if flag.startswith("--") and key in own:
+            raise ConfigError(f"{flag} cannot be passed on to train.py, as {key} is set for every arm; {own[key]}")
+
+
 def check_arm(name: str, argv: list[str]) -> Config:
     """What train.py would make of an arm's flags. Errors: ConfigError, which names the arm, and tyro's SystemExit."""
     with contextlib.chdir(ROOT):
@@ -50,8 +60,9 @@ def check_arm(name: str, argv: list[str]) -> Config:
             if config.monitor == "stop":
                 raise ConfigError("monitor=stop ends a run before it is known whether it fails, so it has no outcome; "
                                   "use --monitor=warn, which logs the same warnings")
-            layer_specs(config.n_layer, config.n_head, config.attention, config.switches, config.attention_override,
-                        config.output_heads)
+            specs = layer_specs(config.n_layer, config.n_head, config.attention, config.switches,
+                                config.attention_override, config.output_heads)
+            remedies_of(config, specs)
             for split in ("train", "val"):
                 open_tokens(corpus_folder(config.dataset), split)
         except ValueError as error:
