@@ -45,6 +45,10 @@ def parse_arm(text: str) -> tuple[AttentionSpec, int | None, torch.dtype]:
         raise ValueError(f"--arms item {text!r} is not BACKEND[@TILE_K][+SWITCH=VALUE...][+stats[N]][/DTYPE] with a "
                          f"DTYPE of {', '.join(DTYPES)}")
     spec = changed(AttentionSpec(), "+".join([backend, *([f"tile_k={tile}"] if at else []), *switches]))
+    if dtype == "float16" and spec.rounds_bf16:
+        raise ValueError(f"--arms item {text!r}: {spec.backend} rounds to BF16, so it takes no float16 tensors")
+    if counted is not None and spec.backend == "sdpa":
+        raise ValueError(f"--arms item {text!r}: sdpa is timed as torch has it, without row statistics; leave them out")
     return spec, None if counted is None else int(counted or -1), getattr(torch, dtype or "bfloat16")
 
 
