@@ -1,5 +1,6 @@
 """Every script says that it cannot write what it is to write before it reads or computes anything."""
 
+import errno
 import importlib
 import re
 from pathlib import Path
@@ -71,16 +72,23 @@ def test_two_files_of_one_name_and_what_belongs_to_a_run(tmp_path):
             check_targets(tmp_path / name)
 
 
-def test_what_was_there_stays_until_all_of_the_text_is(tmp_path):
+def test_what_was_there_stays_until_all_of_the_text_is(tmp_path, monkeypatch):
     (tmp_path / "kept").mkdir()
     file, link = tmp_path / "kept/table.json", tmp_path / "link.json"
     write_text(file, "before")
     link.symlink_to(file)
-    with pytest.raises(UnicodeError):  # halfway, as when a disk is full
-        write_text(link, "now" * 100_000 + "\ud800")
-    assert file.read_text() == "before"
+
+    def half(path, content):
+        with open(path, "wb") as opened:
+            opened.write(content[:2])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as full:
+        full.setattr(Path, "write_bytes", half)
+        with pytest.raises(OSError, match=rf"{file} could not be written \(No space left on device\).*make room"):
+            write_text(link, "now")
+    assert file.read_text() == "before" and [path.name for path in file.parent.iterdir()] == ["table.json"]
     write_text(link, "now")
     assert file.read_text() == "now" and link.is_symlink()
-    assert [path.name for path in file.parent.iterdir()] == ["table.json"]
     write_text("/dev/null", "now")
     assert Path("/dev/null").is_char_device()
