@@ -26,7 +26,8 @@ EXACTER = ("delta_dp_p", "o_exact_delta", "o_fp32", "output_stochastic", "pv_fp3
 ARMS = {
     **{name: ISOLATION[name] for name in ("flash_bf16", "flash_fp32", "flash_fa2", "standard")},
     "stabilized": Arm(("--attention=stabilized",), STABLE, "4.2"),
-    "stabilizer_paper": Arm(("--attention=stabilized", "--stabilizer=paper"), STABLE, "4.2"),
+    "stabilizer_paper": Arm(("--attention=stabilized", "--stabilizer=paper", "--shift_cap=inf"), STABLE, "4.2"),
+    "stabilizer_paper_bounded": Arm(("--attention=stabilized", "--stabilizer=paper")),
     **{f"stabilizer_{rule}": Arm(("--attention=stabilized", f"--stabilizer={rule}")) for rule in RULES},
     **{f"beta_{beta:g}": Arm(("--attention=stabilized", f"--beta={beta:g}")) for beta in BETAS},
     **{f"epsilon_{epsilon:g}": Arm(("--attention=stabilized", f"--epsilon={epsilon:g}")) for epsilon in EPSILONS},

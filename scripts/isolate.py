@@ -30,11 +30,12 @@ ARMS = {
     "o_fp32_outlier_heads": Arm(("--output_heads={layer}:{heads}",), STABLE, "3.2"),
     "o_fp32_worst_head": Arm(("--output_heads={layer}:{head}",), UNTRIED, "-"),
     "pv_fp32": Arm(("--pv=fp32",), STABLE, "3.3.2"),
-    # Sign or size: errors as large as BF16's, without a sign; of O's last rounding, of the additions of P V, of both.
+    # Bias or size: unbiased errors, larger than BF16's; of O's last rounding, of P V's additions, of both, without P's.
     "output_stochastic": Arm(("--output=stochastic",)),
     "pv_stochastic": Arm(("--pv=stochastic",)),
     "pv_output_stochastic": Arm(("--pv=stochastic", "--output=stochastic")),
     "pv_fp32_output_stochastic": Arm(("--pv=fp32", "--output=stochastic")),
+    "probs_fp32_pv_output_stochastic": Arm(("--probs=fp32", "--pv=stochastic", "--output=stochastic")),
     # What is enough: flash_fa2 rounds operands, P and the stored O alone, the third arm of these nothing but O.
     "flash_fa2": Arm(("--attention=flash_fa2",)),
     "fa2_output_stochastic": Arm(("--attention=flash_fa2", "--output=stochastic")),

@@ -172,8 +172,10 @@ def _rate(begun: list[dict], name: str, event: str) -> dict:
 
 def check_alike(runs: Iterable[tuple[tuple[str, int], Run]], arms: dict[str, Arm]) -> None:
     """Runs of one table have the seed and the flags that they are filed under, and differ in what these name, where and
-    how far they ran, and in nothing else. Errors: ValueError, which names the first that does."""
-    free = {"seed", "out_dir", "dataset", "init_from", "max_iters", "checkpoint_interval", "keep_checkpoints"}
+    how far they ran, what they evaluated and saved on the way, which changes no step, and in nothing else. Errors:
+    ValueError, which names the first that does."""
+    free = {"seed", "out_dir", "dataset", "init_from", "max_iters", "checkpoint_interval", "keep_checkpoints",
+            "eval_interval", "eval_iters"}
     reference = None
     for (name, seed), run in runs:
         where = f"{name} of seed {seed}, in {run.folder},"
@@ -185,6 +187,8 @@ def check_alike(runs: Iterable[tuple[tuple[str, int], Run]], arms: dict[str, Arm
             value = resolved.get(key) if settings.get(key) is None else settings[key]  # None is the commit's default
             if key != "dataset" and "{" not in text and value is not None and not _says(text, value):
                 raise ValueError(f"{where} has {key}={value}, not {text}; file it as what it is, or leave it out")
+        if settings.get("monitor") == "off":  # what reads these
+            settings = {key: value for key, value in settings.items() if not key.startswith("monitor_")}
         if "dataset" not in flags:
             settings["training data with SHA-256"] = run.info.get("data", {}).get("sha256")
         reference = reference or (f"{name} of seed {seed}", flags, settings)

@@ -212,6 +212,17 @@ def test_runs_that_do_not_belong_together_are_refused(tmp_path, capsys, seed, ch
     assert message.format(a=a, b=b) in capsys.readouterr().err
 
 
+def test_what_changes_no_step_may_differ(tmp_path):
+    """Evaluations, and what an unset monitor would do, whose defaults change from commit to commit."""
+    more = [{"eval_interval": 500}, {"eval_interval": 2500, "monitor": "off", "monitor_remedy": "stabilized"},
+            {"monitor": "off", "monitor_remedy": "delta=dp_p"}]
+    for seed, config in enumerate(more, 1):
+        write_run(tmp_path / f"seed{seed}/flash_bf16", seed, 100, **config)
+    assert table_of(tmp_path, "--collect", seeds=(1, 2, 3), arms=("flash_bf16",))["summary"][0]["finished"] == 3
+    write_run(tmp_path / "seed4/flash_bf16", 4, 100, monitor="switch", monitor_remedy="stabilized")
+    assert table_of(tmp_path, "--collect", seeds=(3, 4), arms=("flash_bf16",)) == 2
+
+
 @pytest.mark.parametrize("filed, seed, header, message", [
     ("delta_dp_p", 1, {"delta": "do_o"}, "has delta=do_o, not dp_p; file it as what it is, or leave it out"),
     ("delta_dp_p", 1, {"delta": None}, "has delta=do_o, not dp_p; file it"),
