@@ -57,7 +57,7 @@ def prepare(config: Config) -> Plan:
     specs = layer_specs(config.n_layer, config.n_head, config.attention, config.switches, config.attention_override,
                         config.output_heads)
     _check_float16(config, specs)
-    remedies = _remedies(config, specs)
+    remedies = remedies_of(config, specs)
     out = Path(config.out_dir)
     if config.init_from != "resume" and checkpoint.checkpoints(out):
         raise ConfigError(f"out_dir={out} already holds a run; go on with --init_from=resume or choose another out_dir")
@@ -114,7 +114,7 @@ def _check_float16(config: Config, specs: list[AttentionSpec]) -> None:
                           "standard, sdpa or flash_fp32 with float16, or dtype=bfloat16")
 
 
-def _remedies(config: Config, specs: list[AttentionSpec]) -> list[AttentionSpec]:
+def remedies_of(config: Config, specs: list[AttentionSpec]) -> list[AttentionSpec]:
     """What monitor=switch would move each layer to; a layer that rounds so already stays. Errors: ConfigError for a
     remedy that a layer cannot take, or that changes none."""
     if config.monitor != "switch":

@@ -57,6 +57,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, rng: Tensor | N
     Errors: ValueError for shapes, dtypes and devices it does not accept, the same for every backend.
     """
     check_inputs(q, k, v, spec)
+    if counted is not None and not (isinstance(counted, int) and counted >= 0):
+        raise ValueError(f"counted={counted!r} must be a number of sequences, or None for all of them")
     match spec.backend, kernel_for(spec, q.device):
         case "sdpa", _:
             from attention.standard import sdpa as run

@@ -23,7 +23,7 @@ def layer_specs(n_layer: int, n_head: int, backend: str, switches: dict | None =
     for item in filter(None, override.split(",")):
         where, equals, what = item.partition("=")
         name, *extra = what.strip().split("+")
-        own = dict(_parse_switch(text, f"attention_override item {item!r}") for text in extra)
+        own = _parse_switches(extra, f"attention_override item {item!r}")
         if where.strip() == "default":
             if override.count("default=") > 1:
                 raise ValueError(f"attention_override={override!r} names the default twice")
@@ -65,7 +65,7 @@ def changed(spec: AttentionSpec, change: str, switches: dict | None = None) -> A
         spec = AttentionSpec(backend=name, **{k: v for k, v in (switches or {}).items() if has_switch(name, k)})
     else:
         rest = [name, *rest]
-    own = dict(_parse_switch(text, repr(change)) for text in rest)
+    own = _parse_switches(rest, repr(change))
     keeps = has_switch(spec.backend, "output_heads") and own.get("output", spec.output) != "fp32"
     return dataclasses.replace(spec, output_heads=heads if keeps else (), **own)
 
@@ -82,6 +82,13 @@ def reads(spec: AttentionSpec, name: str) -> bool:
     if name == "dots":
         return spec.operands == "fp32"
     return name not in READ_WITH or spec.stabilizer in READ_WITH[name].removeprefix("stabilizer=").split("|")
+
+
+def _parse_switches(texts: list[str], origin: str) -> dict[str, object]:
+    found = [_parse_switch(text, origin) for text in texts]
+    if len(dict(found)) < len(found):
+        raise ValueError(f"{origin} names a switch twice")
+    return dict(found)
 
 
 def _parse_switch(text: str, origin: str) -> tuple[str, object]:

@@ -5,6 +5,7 @@
 so a step's weights move by + learning rate times that sum too far along (PK)^T X.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -69,7 +70,9 @@ def effective_rank(matrix: Tensor) -> float:
 
 
 def top_share(matrix: Tensor) -> float:
-    """Share of the squared norm that the first singular direction holds."""
+    """Share of the squared norm that the first singular direction holds; NaN of what is not finite."""
+    if not matrix.isfinite().all():  # LAPACK takes it for a matrix on which it did not converge
+        return math.nan
     sigma = torch.linalg.svdvals(matrix.double()).square()
     return (sigma[0] / sigma.sum().clamp_min(torch.finfo(torch.float64).tiny)).item()
 

@@ -19,6 +19,7 @@ from config import Config, ConfigError, as_dict, load
 from data.loader import open_tokens
 from data.meta import corpus_folder
 from metrics import read_metrics, read_run, to_json
+from plan import remedies_of
 
 FURTHER = "Every other --key=value goes to train.py, whose keys python train.py --help lists."  # of a script's --help
 ROOT = Path(__file__).resolve().parents[1]
@@ -42,6 +43,15 @@ def outcome(run: Path, steps: int = 0) -> int | None:
     return None if code == 0 and (last_step(run) or steps) < steps else code
 
 
+def check_extra(extra: list[str], own: dict[str, str]) -> None:
+    """Of the flags for train.py none may be one that the script sets for its arms, or it would be lost, or make runs
+    that never end as they should. own: what to do instead, by key. Errors: ConfigError."""
+    for flag in extra:
+        key = flag.removeprefix("--").partition("=")[0].replace("-", "_")
+        if flag.startswith("--") and key in own:
+            raise ConfigError(f"{flag} cannot be passed on to train.py, as {key} is set for every arm; {own[key]}")
+
+
 def check_arm(name: str, argv: list[str]) -> Config:
     """What train.py would make of an arm's flags. Errors: ConfigError, which names the arm, and tyro's SystemExit."""
     with contextlib.chdir(ROOT):
@@ -50,8 +60,9 @@ def check_arm(name: str, argv: list[str]) -> Config:
             if config.monitor == "stop":
                 raise ConfigError("monitor=stop ends a run before it is known whether it fails, so it has no outcome; "
                                   "use --monitor=warn, which logs the same warnings")
-            layer_specs(config.n_layer, config.n_head, config.attention, config.switches, config.attention_override,
-                        config.output_heads)
+            specs = layer_specs(config.n_layer, config.n_head, config.attention, config.switches,
+                                config.attention_override, config.output_heads)
+            remedies_of(config, specs)
             for split in ("train", "val"):
                 open_tokens(corpus_folder(config.dataset), split)
         except ValueError as error:
@@ -89,7 +100,7 @@ def check_goes_on(run: Path, steps: int = 0) -> None:
 def run_arms(arms: dict[str, list[str] | Callable[[], list[str] | None]], folder: Path, parallel: int, gpus: int,
              say=print, limit_s: float = math.inf, steps: int = 0) -> dict[str, int]:
     """Runs `train.py ARGV --out_dir=folder/NAME` for each {NAME: ARGV}, at most `parallel` at a time, in order; on GPUs
-    the next one starts when another has AHEAD_S seconds left, to compile meanwhile.
+    the next one starts when another has AHEAD_S seconds left, to compile meanwhile: there are at most twice as many.
 
     An ARGV may be a function, which returns None as long as its arm has to wait: the first arm that can start takes a
     free place, and what still waits when nothing runs is left out. An arm that has its outcome after `steps` is not run
@@ -113,9 +124,10 @@ def run_arms(arms: dict[str, list[str] | Callable[[], list[str] | None]], folder
     try:
         while time.monotonic() - started <= limit_s:
             told, elsewhere = elsewhere, set()
-            busy = [slot for name, (_, slot, _) in running.items()
-                    if not (gpus and seconds_left(folder / name, steps) < AHEAD_S)]
-            while len(busy) + len(elsewhere) < parallel and (found := _next(waiting, elsewhere)):
+            busy = [slot for name, (_, slot, _, since) in running.items()
+                    if not (gpus and steps and seconds_left(folder / name, steps, since) < AHEAD_S)]
+            while (len(busy) + len(elsewhere) < parallel and len(running) < 2 * parallel  # or short arms would pile up
+                   and (found := _next(waiting, elsewhere))):
                 name, argv = found
                 if (log := _claim(folder / f"{name}.log")) is None:
                     elsewhere.add(name)
@@ -133,41 +145,44 @@ def run_arms(arms: dict[str, list[str] | Callable[[], list[str] | None]], folder
                     argv = [*argv, "--init_from=resume"]
                 environment, slot = dict(os.environ), 0
                 if gpus > 1:
-                    slot = min(range(gpus), key=busy.count)
+                    slots = [slot for _, slot, _, _ in running.values()]
+                    slot = min(range(gpus), key=lambda i: (busy.count(i), slots.count(i)))
                     environment["CUDA_VISIBLE_DEVICES"] = visible.split(",")[slot]
                 command = [sys.executable, "train.py", *argv, f"--out_dir={folder / name}"]
                 log.write("$ " + " ".join(command) + "\n")
                 log.flush()
+                since = time.time()
                 process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT)
-                running[name] = process, slot, log
+                running[name] = process, slot, log, since
                 busy.append(slot)
                 say(f"[{time.monotonic() - started:5.0f} s] {name}: started", flush=True)
             if not running and not elsewhere:
                 break
             time.sleep(0.2)
-            for name in [n for n, (process, _, _) in running.items() if process.poll() is not None]:
-                process, _, log = running.pop(name)
+            for name in [n for n, (process, *_) in running.items() if process.poll() is not None]:
+                process, _, log, _ = running.pop(name)
                 log.close()
                 codes[name] = process.returncode
                 say(f"[{time.monotonic() - started:5.0f} s] {name}: ended with status {process.returncode}"
                     + ("" if process.returncode == 0 else f", see {folder / name}.log"), flush=True)
     finally:
-        for process, _, _ in running.values():  # interrupted: each arm saves and ends
+        for process, *_ in running.values():  # interrupted: each arm saves and ends
             process.terminate()
-        for name, (process, _, log) in running.items():
+        for name, (process, _, log, _) in running.items():
             codes[name] = process.wait()
             log.close()
         signal.signal(signal.SIGTERM, before)
     return codes
 
 
-def seconds_left(run: Path, steps: int) -> float:
-    """Until a run that trains now has made so many steps, at the rate of what it logged last; inf before that."""
+def seconds_left(run: Path, steps: int, since: float = 0.0) -> float:
+    """Until a run that trains now has made so many steps, at the rate of what it logged last; inf before that. since:
+    what it had logged by then is of an earlier session, perhaps of steps that this one makes again."""
     try:
         with open(run / "metrics.jsonl", "rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL))
             lines = file.read().splitlines()[1:-1]  # whole ones
-        logged = [record for record in map(json.loads, lines) if "loss" in record and "time" in record]
+        logged = [record for record in map(json.loads, lines) if "loss" in record and record["time"] >= since]
         first, last = logged[0], logged[-1]
         return (steps - last["step"]) * (last["time"] - first["time"]) / (last["step"] - first["step"])
     except (OSError, ValueError, LookupError, ZeroDivisionError):

@@ -12,6 +12,7 @@ import torch
 
 from attention import AttentionSpec
 from attention.layers import changed
+from scripts.targets import write_text
 
 DTYPES = ("bfloat16", "float16", "float32")
 RNG = (1234567, 3, 5)  # seed, layer and draw of stochastic rounding
@@ -44,6 +45,10 @@ def parse_arm(text: str) -> tuple[AttentionSpec, int | None, torch.dtype]:
         raise ValueError(f"--arms item {text!r} is not BACKEND[@TILE_K][+SWITCH=VALUE...][+stats[N]][/DTYPE] with a "
                          f"DTYPE of {', '.join(DTYPES)}")
     spec = changed(AttentionSpec(), "+".join([backend, *([f"tile_k={tile}"] if at else []), *switches]))
+    if dtype == "float16" and spec.rounds_bf16:
+        raise ValueError(f"--arms item {text!r}: {spec.backend} rounds to BF16, so it takes no float16 tensors")
+    if counted is not None and spec.backend == "sdpa":
+        raise ValueError(f"--arms item {text!r}: sdpa is timed as torch has it, without row statistics; leave them out")
     return spec, None if counted is None else int(counted or -1), getattr(torch, dtype or "bfloat16")
 
 
@@ -91,5 +96,4 @@ def write(path, **content):
     head = dict(hardware=torch.cuda.get_device_name(), commit=commit,
                 versions=dict(python=sys.version.split()[0], torch=torch.__version__, triton=triton.__version__,
                               cuda=torch.version.cuda))
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    Path(path).write_text(json.dumps(head | content, indent=1) + "\n")
+    write_text(path, json.dumps(head | content, indent=1) + "\n")

@@ -36,7 +36,7 @@ from determinism import set_determinism
 from plan import prepare
 from runinfo import describe_run
 from scripts.arms import FURTHER
-from scripts.targets import check_targets
+from scripts.targets import check_targets, write_text
 from stop import StopRequested, StopSignal
 from trainer import Trainer
 
@@ -324,11 +324,8 @@ def merge(path: Path, rows: list[dict]) -> list[dict]:
 
 def save(path: Path, argv: list[str], rows: list[dict]) -> None:
     """Merges rows into the file; a process that is killed leaves the file of before or of after."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    new = path.with_name(f"{path.name}.new")
-    new.write_text(json.dumps({"command": " ".join(["scripts/bench_throughput.py", *argv]),
-                               "rows": merge(path, rows)}, indent=1) + "\n")
-    new.replace(path)
+    write_text(path, json.dumps({"command": " ".join(["scripts/bench_throughput.py", *argv]),
+                                 "rows": merge(path, rows)}, indent=1) + "\n")
 
 
 def main(argv: list[str]) -> int:

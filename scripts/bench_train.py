@@ -32,7 +32,7 @@ from plan import prepare
 from replay.order import OrderFile, Recorder
 from runinfo import describe_run, print_header
 from scripts.arms import FURTHER
-from scripts.targets import check_targets
+from scripts.targets import check_targets, write_text
 from stop import StopRequested, StopSignal
 from trainer import Trainer
 
@@ -124,8 +124,7 @@ def main(argv: list[str]) -> int:
     for name, value in result.items():
         print(f"{name:>20}: {value:.4g}" if isinstance(value, float) else f"{name:>20}: {value}")
     if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
+        write_text(options.json, json.dumps(result, indent=1) + "\n")
     return 0
 
 

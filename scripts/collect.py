@@ -7,14 +7,13 @@ The runs may still be training: what they have logged so far is taken. Every scr
 import argparse
 import lzma
 import math
-import os
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from metrics import MetricsError, read_metrics, read_run, to_json
-from scripts.targets import check_targets
+from scripts.targets import check_targets, write_bytes
 
 EVERY_PROBE = ("probe/ties", "probe/row_max", "probe/wq_norm")
 SPECTRA_EVERY = 500  # steps
@@ -49,10 +48,8 @@ def collect(run: Path, out: Path, order: bool, thinned: bool = False) -> list[Pa
              f"{name}.run.json": (to_json(header, indent=1) + "\n").encode()}
     if order:
         files[f"{name}.order.bin.xz"] = lzma.compress((run / "order.bin").read_bytes())
-    out.mkdir(parents=True, exist_ok=True)
     for file, content in files.items():  # whole at any time: it may be all that is left of a machine
-        (out / f"{file}.tmp").write_bytes(content)
-        os.replace(out / f"{file}.tmp", out / file)
+        write_bytes(out / file, content)
     return [out / file for file in files]
 
 

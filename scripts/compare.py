@@ -21,7 +21,7 @@ from metrics import MetricsError, to_json
 from replay.order import OrderError
 from scripts.monitor import probed, runaway
 from scripts.runs import CompareError, Run, common_steps, difference, load_runs, nan_last
-from scripts.targets import check_targets
+from scripts.targets import check_targets, write_text
 
 TIES, TIES_HEAD, WQ_NORM = "probe/ties/layer", "probe/ties_head/layer", "probe/wq_norm/layer"
 STYLES = ("-", "--", ":", "-.", (0, (5, 1, 1, 1, 1, 1)), (0, (8, 2)), (0, (1, 3)), (0, (3, 1, 1, 3)))
@@ -224,11 +224,11 @@ def main(argv: list[str] | None = None) -> int:
         runs = load_runs(args.runs)
         result = compare(runs, args.allow_different_orders)
         print(table(result))
-        for target in (args.json, args.output, args.layers):
+        for target in (args.output, args.layers):
             if target:
                 os.makedirs(os.path.dirname(target) or ".", exist_ok=True)
         if args.json:
-            Path(args.json).write_text(to_json(result, indent=1) + "\n", encoding="utf-8")
+            write_text(args.json, to_json(result, indent=1) + "\n")
         if args.output:
             plot(runs, result, args.output)
         if args.layers:

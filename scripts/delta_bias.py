@@ -39,9 +39,11 @@ from diagnostics.bias import pushes
 from diagnostics.coherence import top_share
 from diagnostics.precision import head_spec
 from diagnostics.scene import capture_heads
+from diagnostics.weights import spectral_norm
 from metrics import MetricsError, to_json
-from scripts.diagnose import chosen, models_of, open_run, row_of
-from scripts.targets import check_targets
+from scripts.diagnose import chosen, models_of, open_run, row_of, specs_at, step_of
+from scripts.runs import nan_last
+from scripts.targets import check_targets, write_text
 
 
 def measure(run: Path, steps: str, layer: int, heads: list[int] | None, sequences: int, device: str,
@@ -54,13 +56,14 @@ def measure(run: Path, steps: str, layer: int, heads: list[int] | None, sequence
     heads = sorted(set(heads or range(config.n_head)))
     if not all(0 <= head < config.n_head for head in heads):
         raise ConfigError(f"--heads {' '.join(map(str, heads))}: the run has heads 0..{config.n_head - 1}")
-    if config.qk_norm or plan.specs[layer].softcap:
-        raise ConfigError("what is measured holds for scores q k / sqrt(D) with q = W_Q x, and the run has "
-                          f"{'qk_norm' if config.qk_norm else 'softcap'} between them")
     if wrong := [change for change in numerics if change.partition("+")[0] in NO_SWITCHES]:
         raise ConfigError(f"--numerics {' '.join(wrong)}: the roundings of that are torch's; name a flash backend")
-    for change in numerics:
-        _changed(plan.specs[layer], change)
+    for spec in {specs_at(plan, step_of(path))[layer]: None for path in paths}:  # more than one after a switch
+        for change in numerics:
+            if config.qk_norm or _changed(spec, change).softcap:
+                raise ConfigError("what is measured holds for scores q k / sqrt(D) with q = W_Q x, and "
+                                  f"{'the run' if change == 'run' else '--numerics ' + change} has "
+                                  f"{'qk_norm' if config.qk_norm else 'softcap'} between them")
     rows = math.ceil(sequences / config.sequences_per_step)
     if plan.order and rows > plan.order.rows:
         raise ConfigError(f"--sequences={sequences} need the rows of {rows} steps, and {plan.order.rows} were recorded;"
@@ -108,10 +111,11 @@ def by_sequence(values: list[dict]) -> dict[str, float]:
 
 
 def by_step(matrices: list[Tensor]) -> dict[str, float]:
-    """The script's measures step by step, of (exact dW_Q, its error) for each step; cosines are nan for one step."""
+    """The script's measures step by step, of (exact dW_Q, its error) for each step; cosines are nan for one step, and
+    all is that an error which is not finite has a part in."""
     exact, errors = torch.stack(matrices).unbind(1)
-    share = torch.linalg.matrix_norm(errors, 2) / torch.linalg.matrix_norm(exact, 2)
-    found = {"error_share": share.mean().item(), "error_rank_one": sum(map(top_share, errors)) / len(errors)}
+    share = [spectral_norm(error) / (spectral_norm(one) or math.nan) for error, one in zip(errors, exact, strict=True)]
+    found = {"error_share": sum(share) / len(share), "error_rank_one": sum(map(top_share, errors)) / len(errors)}
     pairs = tuple(torch.triu_indices(len(errors), len(errors), 1))
     for name, several in (("error", errors), ("gradient", exact)):
         flat = torch.nn.functional.normalize(several.flatten(1), dim=1)
@@ -121,19 +125,20 @@ def by_step(matrices: list[Tensor]) -> dict[str, float]:
 
 
 def draw(lines: list[dict], path: Path) -> None:
-    """A panel a head: error_share by step, a line for each numerics, in the order of their last values."""
+    """A panel a head: error_share by step, a line for each numerics, in the order of their last values; one that is
+    not finite may be a string, as JSON has it, and is not drawn."""
     import matplotlib
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
     heads = sorted({line["head"] for line in lines})
-    last = {line["numerics"]: line["error_share"] for line in lines if line["head"] == heads[0]}
+    last = {line["numerics"]: nan_last(float(line["error_share"])) for line in lines if line["head"] == heads[0]}
     names = sorted(last, key=last.get, reverse=True)
     figure, axes = pyplot.subplots(1, len(heads), figsize=(3.4 * len(heads) + 3, 4.2), sharey=True, squeeze=False,
                                    layout="constrained")
     for axis, head in zip(axes[0], heads, strict=True):
         for i, name in enumerate(names):
-            points = [(line["step"], line["error_share"]) for line in lines
+            points = [(line["step"], float(line["error_share"])) for line in lines
                       if (line["head"], line["numerics"]) == (head, name)]
             axis.plot(*zip(*points, strict=True), marker="ov^sD"[i % 5], markersize=4, color=f"C{i % 10}",
                       linestyle="--" if i >= 10 else "-", label=name)
@@ -148,7 +153,18 @@ def draw(lines: list[dict], path: Path) -> None:
 
 
 def _changed(spec: AttentionSpec, change: str) -> AttentionSpec:
-    return spec if change == "run" else changed(spec, change)
+    """Errors: ConfigError, which names the flag."""
+    try:
+        return spec if change == "run" else changed(spec, change)
+    except ValueError as error:
+        raise ConfigError(f"--numerics {change}, in a layer of {spec.backend}: {error}") from None
+
+
+def figure_of(out: Path) -> Path:
+    """Errors: ConfigError for an --out that the figure would replace."""
+    if out.suffix == ".png":
+        raise ConfigError(f"{out} would be both the numbers and their figure; give a name that ends in .json")
+    return out.with_suffix(".png")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -167,9 +183,9 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         if args.draw:
-            check_targets(args.run.with_suffix(".png"))
+            check_targets(figure_of(args.run))
             try:
-                draw(json.loads(args.run.read_text(encoding="utf-8"))["rows"], args.run.with_suffix(".png"))
+                draw(json.loads(args.run.read_text(encoding="utf-8"))["rows"], figure_of(args.run))
             except (ValueError, LookupError, TypeError) as error:
                 raise ConfigError(f"{args.run} is no --out of this script ({error!r}); give one") from None
             return 0
@@ -178,12 +194,12 @@ def main(argv: list[str] | None = None) -> int:
         if args.device == "cuda" and not torch.cuda.is_available():
             raise ConfigError("--device=cuda, but torch sees no GPU; use --device=cpu")
         out = args.out or args.run / "delta_bias.json"
-        check_targets(out, out.with_suffix(".png"))
+        check_targets(out)
+        check_targets(figure_of(out))
         lines = measure(args.run, args.steps, args.layer, args.heads, args.sequences, args.device, args.dataset,
                         list(dict.fromkeys(args.numerics)))
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(to_json({"run": args.run.resolve().name, "rows": lines}, indent=1) + "\n", encoding="utf-8")
-        draw(lines, out.with_suffix(".png"))
+        write_text(out, to_json({"run": args.run.resolve().name, "rows": lines}, indent=1) + "\n")
+        draw(lines, figure_of(out))
     except (ValueError, OSError, checkpoint.CheckpointError, MetricsError) as error:
         print(f"delta_bias.py: error: {error}", file=sys.stderr)
         return 2

@@ -37,7 +37,7 @@ from metrics import MetricsError, read_metrics, to_json
 from model import GPT
 from plan import Plan, prepare
 from replay.order import OrderFile
-from scripts.targets import check_targets
+from scripts.targets import check_targets, write_text
 
 
 def open_run(run: Path, dataset: str | None = None) -> tuple:
@@ -65,7 +65,7 @@ def chosen(run: Path, steps: str) -> list[Path]:
     if not (form := re.fullmatch(r"(\d*):(\d*)|\d+(?:,\d+)*", steps, re.ASCII)):
         raise ConfigError(f"--steps={steps} is neither a:b, two step numbers of which either may be left out, nor "
                           "a list a,b")
-    at = {int(path.stem.split("_")[1]): path for path in checkpoint.checkpoints(run)}
+    at = {step_of(path): path for path in checkpoint.checkpoints(run)}
     known = f"it has {', '.join(map(str, at)) or 'none'}"
     first, last = form.groups()
     wanted = sorted(set(map(int, steps.split(",")))) if first is None else [
@@ -75,6 +75,11 @@ def chosen(run: Path, steps: str) -> list[Path]:
     if missing := [step for step in wanted if step not in at]:
         raise ConfigError(f"{run} has no checkpoint of step {', '.join(map(str, missing))} (--steps={steps}); {known}")
     return [at[step] for step in wanted]
+
+
+def step_of(path: Path) -> int:
+    """Of a checkpoint, by its name."""
+    return int(path.stem.split("_")[1])
 
 
 def capture_run(run: Path, steps: str = ":", layer: int | None = None, head: int | None = None, sequences: int = 4,
@@ -98,7 +103,7 @@ def capture_run(run: Path, steps: str = ":", layer: int | None = None, head: int
         surveys.append(survey(model, x, autocast, step))
         if layer is None:
             layer, head = worst_head(surveys[0])
-        if frames and layers[layer].spec != _specs(plan, frames[0].step)[layer]:
+        if frames and layers[layer].spec != specs_at(plan, frames[0].step)[layer]:
             raise ConfigError(f"layer {layer} was switched to another attention between steps {step} and "
                               f"{frames[-1].step}, which one diagnosis cannot mix; choose one side with --steps")
         frames.append(capture(model, x, y, autocast, layer, head, step, len(x) / config.sequences_per_step, tokens))
@@ -118,12 +123,12 @@ def models_of(config, plan: Plan, paths: list[Path], device: str) -> Iterator[tu
     for path in paths:
         state = checkpoint.load(path)
         model.load_state_dict(checkpoint.strip_prefixes(state["model"]))
-        for one, spec in zip(layers, _specs(plan, state["step"]), strict=True):
+        for one, spec in zip(layers, specs_at(plan, state["step"]), strict=True):
             one.spec = spec
         yield state["step"], model, layers, autocast
 
 
-def _specs(plan: Plan, step: int) -> list[AttentionSpec]:
+def specs_at(plan: Plan, step: int) -> list[AttentionSpec]:
     """Each layer's attention in a step, after what the monitor had switched by then."""
     due = {switch.layer: from_key(switch.spec) for switch in plan.switches if switch.step <= step}
     return [due.get(i, spec) for i, spec in enumerate(plan.specs)]
@@ -150,11 +155,10 @@ def _history(run: Path, n_layer: int) -> dict:
 def write(scene: Scene, out: Path) -> dict:
     """diagnosis.json, diagnosis.md and the PNGs, in `out`; returns the numbers."""
     found = diagnose(scene)
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "diagnosis.json").write_text(to_json(found, indent=1) + "\n", encoding="utf-8")
+    write_text(out / "diagnosis.json", to_json(found, indent=1) + "\n")
     figures = draw(scene, found, out)
     pictures = "".join(f"\n![{path.stem}]({path.name})\n" for path in figures)
-    (out / "diagnosis.md").write_text(words(found) + pictures, encoding="utf-8")
+    write_text(out / "diagnosis.md", words(found) + pictures)
     return found
 
 

@@ -26,7 +26,7 @@ from config import ConfigError
 from diagnostics.preconditions import attention_weighted_keys, bf16_scores, closest_neighbours, similarity, tied_rows
 from diagnostics.preconditions_page import draw, page
 from metrics import to_json
-from scripts.targets import check_targets
+from scripts.targets import check_targets, write_text
 
 # model_type: where its attention modules are, and which projection makes the queries (in its first columns).
 CLASSES = {"llama": ("model.layers", "self_attn", "q_proj"), "qwen2": ("model.layers", "self_attn", "q_proj"),
@@ -209,10 +209,9 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     found |= {"model": args.model, "text": Path(args.text).name, "tokens": len(ids), "ids": ids, "dtype": args.dtype,
               "pieces": coder.convert_ids_to_tokens(ids), "epsilon": args.epsilon}
-    args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "preconditions.json").write_text(to_json(found) + "\n", encoding="utf-8")
+    write_text(args.out / "preconditions.json", to_json(found) + "\n")
     draw(found, shown, args.out)
-    (args.out / "preconditions.md").write_text(page(found), encoding="utf-8")
+    write_text(args.out / "preconditions.md", page(found))
     print(page(found).split("\n\nColumn j")[0])
     print(f"\nwritten to {args.out}")
     return 0

@@ -17,6 +17,16 @@ ARM=$(printf '%s\n' "$@" | sed -n 's/^--attention=//p' | tail -1)
 OUT=${OUT:-runs/full/${ARM:-flash_bf16}}
 RESULTS=${RESULTS:-results/gpt2_full}
 
+refuse() { echo "full_scale.sh: $1" >&2; exit 2; }
+[[ $MINUTES =~ ^[0-9]*[.]?[0-9]+$ && $MINUTES =~ [1-9] ]] ||
+  refuse "MINUTES=$MINUTES is no number of minutes above 0; leave it out for no limit"
+for flag in "$@"; do
+  case $flag in --out_dir*|--out-dir*) refuse "$flag: the run is looked for in OUT=$OUT; give OUT=FOLDER instead" ;; esac
+done
+"$PYTHON" - "$RESULTS" <<< 'import sys; from scripts.targets import check_targets
+try: check_targets(folders=(sys.argv[1],))
+except OSError as error: sys.exit(f"full_scale.sh: RESULTS={error}")' || exit 2
+
 flags=(--probe_interval=100 --stop_when_failed=True --checkpoint_interval=250 "--out_dir=$OUT")
 [ -z "${DATASET:-}" ] || flags+=("--dataset=$DATASET")
 [ -z "${REPLAY:-}" ] || flags+=("--replay=$REPLAY")

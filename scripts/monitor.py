@@ -19,7 +19,7 @@ from diagnostics.monitor import FIRST, SIGNALS, Alarm, MonitorRule
 from failure import failure_of
 from metrics import MetricsError, to_json
 from scripts.runs import CompareError, Run, load_runs
-from scripts.targets import check_targets
+from scripts.targets import check_targets, write_text
 
 SWEEP = {"ties": (0.2, 0.25, 0.3, 0.35, 0.4, 0.5, 0.6), "wq_ratio": (1.5, 2, 2.5, 3, 4, 6),
          "wq_norm": (10, 20, 30, 40, 60), "row_max": (50, 100, 200, 300, 500)}
@@ -107,8 +107,7 @@ def main(argv: list[str] | None = None) -> int:
                      *((_spell(line["thresholds"], default), f"{line['detected']} of {line['failed']}",
                         line["median_lead"], f"{line['false_alarms']} of {line['stable']}") for line in lines)]))
         if args.json:
-            args.json.parent.mkdir(parents=True, exist_ok=True)
-            args.json.write_text(to_json({"runs": rows, "thresholds": lines}, indent=1) + "\n", encoding="utf-8")
+            write_text(args.json, to_json({"runs": rows, "thresholds": lines}, indent=1) + "\n")
     except (CompareError, MetricsError, OSError) as error:
         print(f"monitor: {error}", file=sys.stderr)
         return 2

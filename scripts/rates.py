@@ -30,11 +30,11 @@ from data.loader import open_tokens
 from data.meta import corpus_folder
 from failure import failure_of
 from metrics import MetricsError, to_json
-from scripts.arms import FURTHER, RESULTS, ROOT, check_arm, outcome, run_arms
+from scripts.arms import FURTHER, RESULTS, ROOT, check_arm, check_extra, outcome, run_arms
 from scripts.collect import collect
 from scripts.outcomes import FAILS, FIRST, Arm, check_alike, draw, finished, load, propose, tabulate
 from scripts.runs import Run, load_run
-from scripts.targets import check_targets
+from scripts.targets import check_targets, write_text
 from stop import EXIT_SIGINT, EXITS_STOPPED
 
 
@@ -86,6 +86,9 @@ def run_experiment(arms: dict[str, Arm], args: argparse.Namespace, extra: list[s
     The first runs of all seeds start first; arms whose flags name a layer wait for their seed's. Errors, before
     anything is started: ValueError for flags that cannot run; and as `run_arms`. At the end: as `check_alike`.
     """
+    set_by_all = set.intersection(*({flag[2:].partition("=")[0] for flag in arm.flags} for arm in arms.values()))
+    check_extra(extra, dict.fromkeys(set_by_all, "leave it out") | {
+        "max_iters": "give --steps", "seed": "give --seeds", "out_dir": "give --out"})
     gpus, deadline = torch.cuda.device_count(), time.monotonic() + 60 * args.minutes
     waits = {name for name, arm in arms.items() if any("{" in flag for flag in arm.flags)}
     common = [args.config, f"--dataset={args.dataset}", f"--max_iters={args.steps}", "--stop_when_failed=True", *extra]
@@ -130,6 +133,9 @@ def collect_experiment(arms: dict[str, Arm], args: argparse.Namespace, extra: li
     and `check_alike`."""
     if extra:
         raise ValueError(f"--collect runs nothing, so {' '.join(extra)} cannot be passed on to train.py; leave it out")
+    if args.kept:
+        raise ValueError(f"--collect runs nothing, so --kept {' '.join(map(str, args.kept))} would be left out; give "
+                         "these to --collect")
     chosen, left_out = _find([args.out, *args.collect], arms, args)
     table = tabulate(arms, args.seeds, {key: run for key, (_, run) in chosen.items()}, args.steps)
     for (_, seed), (path, _) in chosen.items():
@@ -195,8 +201,7 @@ def _check(args: argparse.Namespace, arms: dict[str, list[str]], proposes: bool)
 
 def write(found: dict, path: Path) -> None:
     """The experiment as JSON, and its summary as a table on standard output."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(to_json(found, indent=1) + "\n")
+    write_text(path, to_json(found, indent=1) + "\n")
     width = max(len(line["arm"]) for line in found["summary"])
     print(f"{'arm':<{width}}  {'paper':<10}{'failed, rate, 95 %, verdict':<36}  step  {'ran away':<36}  step   loss   "
           "ties    W_Q")

@@ -27,7 +27,7 @@ from config import ConfigError
 from metrics import MetricsError
 from replay.order import OrderFile
 from scripts import compare
-from scripts.arms import FURTHER, RESULTS, check_arm, check_begun, check_goes_on, run_arms
+from scripts.arms import FURTHER, RESULTS, check_arm, check_begun, check_extra, check_goes_on, run_arms
 from scripts.targets import check_targets
 from stop import EXIT_SIGINT
 
@@ -69,11 +69,16 @@ def main(argv: list[str] | None = None) -> int:
     name, first = argv_of(RECORDED, [*common, "--stop_when_failed=True"])
     try:
         check_targets(folders=(args.out,))
+        check_extra(extra, {"max_iters": "give --steps", "out_dir": "give --out"} | dict.fromkeys(
+            ("record", "replay"), f"{RECORDED} draws the order that the others replay"))
         others = dict(argv_of(arm, common) for arm in args.arms)
         if name in others or len(others) < len(args.arms):
             raise ConfigError(f"--arms {' '.join(args.arms)}: an arm is named twice, or {RECORDED}, which is recorded")
         for arm, flags in {name: first, **others}.items():
-            check_arm(arm, flags)  # hours before its turn comes
+            config = check_arm(arm, flags)  # hours before its turn comes
+            if not config.probe_interval and config.monitor == "off":
+                raise ConfigError(f"arm {arm}: whether W_Q runs away is seen in probes, and probe_interval=0; add "
+                                  "--probe_interval=100")
             check_begun(args.out / arm, flags)
             check_goes_on(args.out / arm)  # to how many steps is known only when the first one has ended
         if args.parallel < 1:

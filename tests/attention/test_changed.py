@@ -52,3 +52,10 @@ def test_same_numerics():
     assert not same_numerics(FLASH, AttentionSpec("flash_bf16", output="fp32"))
     assert not same_numerics(FLASH, AttentionSpec("flash_bf16", tile_k=64))
     assert not same_numerics(AttentionSpec("standard"), AttentionSpec("sdpa"))
+
+
+def test_a_switch_that_is_named_twice():
+    """The last one won."""
+    for say in (lambda text: changed(FLASH, text), lambda text: layer_specs(2, 4, "flash_bf16", {}, f"1={text}")):
+        with pytest.raises(ValueError, match=r"flash_bf16[+]delta=dp_p[+]delta=do_o' names a switch twice"):
+            say("flash_bf16+delta=dp_p+delta=do_o")

@@ -183,6 +183,9 @@ def test_ties_of_the_first_sequences(backend):
     for counted in (0, 2, 5):
         some = attend(q, k, v, AttentionSpec(backend), stats=True, counted=counted)[1]
         assert torch.equal(some.ties, whole.ties[:counted]) and torch.equal(some.row_max, whole.row_max)
+    for counted in (-1, -2, 1.5, torch.tensor(1)):  # not all of them, nor what a slice makes of it
+        with pytest.raises(ValueError, match="must be a number of sequences"):
+            attend(q, k, v, AttentionSpec(backend), stats=True, counted=counted)
 
 
 def test_statistics_only_where_asked_for():

@@ -49,7 +49,8 @@ def test_arm_with_switches():
     ("flash_fa2+output=fp33", "output='fp33'"), ("flash_fa2+speed=1", "speed"), ("sdpa+delta=dp_p", "no switch delta"),
     ("flash", "no backend"), ("flash_fa2@x", "TILE_K"), ("flash_fa2+speed", "TILE_K"), ("flash_fa2+2", "TILE_K"),
     ("flash_fa2+stats-1", "TILE_K"), ("sdpa/int8", "float32"),
-    ("flash_fa2@48", "tile_k=48"), ("", "no backend")])
+    ("flash_fa2@48", "tile_k=48"), ("", "no backend"), ("flash_fa2@32+tile_k=64", "names a switch twice"),
+    ("flash_fa2/float16", "takes no float16"), ("sdpa+stats", "without row statistics")])
 def test_bad_arm(text, words):
     with pytest.raises(ValueError, match=words):
         parse_arm(text)

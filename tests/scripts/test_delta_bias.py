@@ -13,6 +13,7 @@ from diagnostics.bias import pushes
 from diagnostics.precision import both, score_gradients
 from diagnostics.scene import capture
 from model import GPT, GPTConfig
+from replay.switches import Switch
 from scripts import delta_bias
 from tests.scripts.test_diagnose import D, T, flags, run  # noqa: F401  the fixtures
 
@@ -168,10 +169,37 @@ def test_cosines_tell_a_bias_from_a_direction_whose_sign_changes():
                                          (["--steps", "12"], "need the rows of 32 steps, and 12 were recorded"),
                                          (["--steps", "5"], "no checkpoint of step 5"),
                                          (["--numerics", "sdpa"], "--numerics sdpa: the roundings of that are torch's"),
-                                         (["--numerics", "flash_bf17"], "flash_bf17")])
+                                         (["--numerics", "flash_bf17"], "--numerics flash_bf17, in a layer of"),
+                                         (["--numerics", "softcap=5"], "--numerics softcap=5 has softcap between"),
+                                         (["--out", "curves.png"], "curves.png would be both"),
+                                         (["--out", "."], ". cannot be written")])
 def test_what_a_user_can_change(run, argv, words, capsys):  # noqa: F811
     assert delta_bias.main([str(run), "--device", "cpu", *argv]) == 2
     assert words in capsys.readouterr().err
+
+
+def test_numerics_fit_what_the_layer_was_switched_to(run, monkeypatch, capsys):  # noqa: F811
+    """Told before the checkpoints before the switch are measured."""
+    config, plan = delta_bias.open_run(run)
+    last = delta_bias.step_of(delta_bias.chosen(run, ":")[-1])
+    plan.switches = [Switch(last, 1, AttentionSpec("standard").key)]
+    monkeypatch.setattr(delta_bias, "open_run", lambda *_: (config, plan))
+    monkeypatch.setattr(delta_bias, "models_of", lambda *_: pytest.fail("read a checkpoint"))
+    assert delta_bias.main([str(run), "--device", "cpu", "--sequences", "2", "--numerics", "delta=do_o"]) == 2
+    assert "--numerics delta=do_o, in a layer of standard: " in capsys.readouterr().err
+
+
+def test_what_is_not_finite_is_nan_and_drawn_again(run, tmp_path):  # noqa: F811
+    """A shift of 200 leaves a row no P: its O is 0 / 0."""
+    out, wrong = tmp_path / "found.json", "stabilizer=fixed+fixed_shift=200"
+    assert delta_bias.main([str(run), "--device", "cpu", "--sequences", "2", "--out", str(out), "--heads", "0",
+                            "--numerics", "run", wrong]) == 0
+    for line in json.loads(out.read_text())["rows"]:
+        assert (line["error_share"] == line["error_rank_one"] == line["push"] == "NaN") == (line["numerics"] == wrong)
+    first = (tmp_path / "found.png").read_bytes()
+    assert delta_bias.main([str(out), "--draw"]) == 0 and (tmp_path / "found.png").read_bytes() == first
+    numbers = out.rename(tmp_path / "numbers.png")
+    assert delta_bias.main([str(numbers), "--draw"]) == 2 and json.loads(numbers.read_text())
 
 
 @pytest.mark.parametrize("option", ["qk_norm", "softcap"])

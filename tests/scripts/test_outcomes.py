@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import random
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -325,10 +326,12 @@ def test_an_arm_that_waits_starts_as_soon_as_what_it_waits_for_has_ended(tmp_pat
     assert begun == {"first1": 0, "first2": 0, "late2": 2, "other": 4, "late1": 9} and "never" not in codes
 
 
-@pytest.mark.parametrize("gpus, begun_at", [(1, {"a": 0, "b": 76, "c": 152}), (0, {"a": 0, "b": 100, "c": 200}),
-                                            (2, {"a": 0, "b": 0, "c": 76})])
-def test_the_next_arm_compiles_in_the_last_seconds_of_another(tmp_path, monkeypatch, gpus, begun_at):
-    """One arm a place, but on GPUs the next starts AHEAD_S = 25 before one ends, on its GPU; on a CPU it waits."""
+@pytest.mark.parametrize("gpus, lasts, begun_at", [
+    (1, 100, {"a": 0, "b": 76, "c": 152}), (0, 100, {"a": 0, "b": 100, "c": 200}), (2, 100, {"a": 0, "b": 0, "c": 76}),
+    (1, 20, {"a": 0, "b": 1, "c": 20})])
+def test_the_next_arm_compiles_in_the_last_seconds_of_another(tmp_path, monkeypatch, gpus, lasts, begun_at):
+    """One arm a place, but on GPUs the next starts AHEAD_S = 25 before one ends, on its GPU; on a CPU it waits. Never
+    more than one ahead, however short they are: each takes its part of the GPU's memory."""
     clock, begun, slots = [0], {}, {}
 
     class Process:
@@ -339,12 +342,12 @@ def test_the_next_arm_compiles_in_the_last_seconds_of_another(tmp_path, monkeypa
             begun[self.name], slots[self.name] = clock[0], env.get("CUDA_VISIBLE_DEVICES")
 
         def poll(self):
-            return None if clock[0] < begun[self.name] + 100 else 0
+            return None if clock[0] < begun[self.name] + lasts else 0
 
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(arms.subprocess, "Popen", Process)
     monkeypatch.setattr(arms.time, "sleep", lambda _: clock.__setitem__(0, clock[0] + 1))
-    monkeypatch.setattr(arms, "seconds_left", lambda run, steps: begun[run.name] + 100 - clock[0])
+    monkeypatch.setattr(arms, "seconds_left", lambda run, steps, since: begun[run.name] + lasts - clock[0])
     arms.run_arms({name: ["x"] for name in "abc"}, tmp_path, max(gpus, 1), gpus, say=lambda *_, **__: None, steps=9)
     assert begun == begun_at
     if gpus == 2:
@@ -363,6 +366,7 @@ def test_seconds_left_are_those_of_the_last_steps(tmp_path):
     assert arms.seconds_left(tmp_path, 100) > 500
     log.write_text(lines[5] + json.dumps({"step": 60, "pad": "x" * arms.TAIL}) + "\n" + "".join(lines[6:]) + '{"step"')
     assert arms.seconds_left(tmp_path, 100) == pytest.approx(15)
+    assert arms.seconds_left(tmp_path, 100, since=time.time()) == math.inf  # of an earlier session
 
 
 @pytest.mark.parametrize("known", [True, False])

@@ -1,5 +1,6 @@
 """Every script says that it cannot write what it is to write before it reads or computes anything."""
 
+import errno
 import importlib
 import re
 from pathlib import Path
@@ -7,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from scripts.targets import check_targets
+from scripts.targets import check_targets, write_text
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 # By script: what else its command needs, none of which exists, and the flags that name a FILE or a FOLDER.
@@ -58,3 +59,36 @@ def test_what_may_not_be_written_to(tmp_path, monkeypatch):
     for files, folders in (((tmp_path / "a/b",), ()), ((None, tmp_path / "b"), ()), ((), (tmp_path,))):
         with pytest.raises(OSError, match=f"{tmp_path} may not be written to"):
             check_targets(*files, folders=folders)
+
+
+def test_two_files_of_one_name_and_what_belongs_to_a_run(tmp_path):
+    with pytest.raises(OSError, match=f"{tmp_path}/a and {tmp_path}/b/../a are one file"):
+        check_targets(tmp_path / "a", None, f"{tmp_path}/b/../a")
+    for name in ("run.json", "a.run.json", "metrics.jsonl", "a.jsonl.xz", "order.bin", "order.switches.json",
+                 "ckpt_00000001.pt"):
+        check_targets(tmp_path / name)
+        (tmp_path / name).touch()
+        with pytest.raises(OSError, match=f"{name} cannot be written: it is there and belongs to a run"):
+            check_targets(tmp_path / name)
+
+
+def test_what_was_there_stays_until_all_of_the_text_is(tmp_path, monkeypatch):
+    (tmp_path / "kept").mkdir()
+    file, link = tmp_path / "kept/table.json", tmp_path / "link.json"
+    write_text(file, "before")
+    link.symlink_to(file)
+
+    def half(path, content):
+        with open(path, "wb") as opened:
+            opened.write(content[:2])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as full:
+        full.setattr(Path, "write_bytes", half)
+        with pytest.raises(OSError, match=rf"{file} could not be written \(No space left on device\).*make room"):
+            write_text(link, "now")
+    assert file.read_text() == "before" and [path.name for path in file.parent.iterdir()] == ["table.json"]
+    write_text(link, "now")
+    assert file.read_text() == "now" and link.is_symlink()
+    write_text("/dev/null", "now")
+    assert Path("/dev/null").is_char_device()

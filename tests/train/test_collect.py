@@ -65,12 +65,16 @@ def test_full_scale_runs_ends_in_time_and_goes_on(runner, full_scale):
     assert {path: path.read_bytes() for path in results.iterdir()} == kept and len(read_run(out)["sessions"]) == 2
 
 
-@pytest.mark.parametrize("variables, message", [({"DATASET": "nowhere"}, "data folder .*nowhere does not exist"),
-                                                ({"GPUS": "3"}, "is not divisible by the 3 ranks")])
-def test_full_scale_of_what_cannot_run_leaves_nothing(runner, full_scale, variables, message):
-    said = full_scale(**variables)
+@pytest.mark.parametrize("flags, variables, message", [
+    ([], {"DATASET": "nowhere"}, "train.py: error: .*data folder .*nowhere does not exist"),
+    ([], {"GPUS": "3"}, "train.py: error: .*is not divisible by the 3 ranks"),
+    ([], {"MINUTES": "0"}, "full_scale.sh: MINUTES=0 is no number of minutes above 0"),  # timeout: no limit
+    ([], {"RESULTS": "README.md/x"}, "full_scale.sh: RESULTS=README.md/x cannot be written"),
+    (["--out_dir=elsewhere"], {}, "full_scale.sh: --out_dir=elsewhere: the run is looked for in OUT=")])  # not kept
+def test_full_scale_of_what_cannot_run_leaves_nothing(runner, full_scale, flags, variables, message):
+    said = full_scale(*flags, **variables)
     assert said.returncode == 2 and not list(runner.root.iterdir()) and said.stdout == ""
-    assert re.fullmatch(f"train.py: error: .*{message}.*", said.stderr.splitlines()[-1]), said.stderr
+    assert re.fullmatch(f"{message}.*", said.stderr.splitlines()[-1]), said.stderr
 
 
 def test_full_scale_ends_with_the_status_of_the_run(runner, full_scale):

@@ -54,6 +54,29 @@ def test_no_two_arms_of_a_table_are_one_run(table):
         runs[key] = name
 
 
+@pytest.mark.parametrize("flags, words", [
+    (["--max_iters=2"], "--max_iters=2 cannot be passed on to train.py, as max_iters is set for every arm; give"),
+    (["--max-iters", "2"], "give --steps"), (["--seed=5"], "give --seeds"), (["--out_dir=a"], "give --out"),
+    (["--delta=do_o"], "as delta is set for every arm"),
+    (["--monitor=switch"], "arm delta_dp_p: monitor_remedy='delta=dp_p' changes nothing"),
+    (["--kept", "kept", "--collect"], "--collect runs nothing, so --kept kept would be left out")])
+def test_flags_that_would_be_lost_or_make_no_run(tmp_path, capsys, flags, words):
+    argv = ["--config=configs/cpu_flash_bf16.toml", f"--out={tmp_path / 'out'}", "--arms", "delta_dp_p", *flags]
+    assert isolate.main(isolate.__doc__, ARMS, "", "isolation.json", argv) == 2
+    assert words in capsys.readouterr().err and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("flags, words", [
+    (["--max_iters=2"], "give --steps"), (["--out_dir=a"], "give --out"), (["--replay=a"], "draws the order"),
+    (["--record=False"], "draws the order"), (["--probe_interval=0"], "probe_interval=0; add --probe_interval=100"),
+    (["--monitor=switch"], "arm flash_bf16_delta_dp_p: monitor_remedy='delta=dp_p' changes nothing")])
+def test_what_the_small_run_cannot_have(tmp_path, corpus, capsys, flags, words):
+    """Each was found only when its runs had ended."""
+    argv = [f"--dataset={corpus}", f"--out={tmp_path / 'out'}", "--device=cpu", *flags]
+    assert reproduce_mini.main(argv) == 2
+    assert words in capsys.readouterr().err and not (tmp_path / "out").exists()
+
+
 def as_killed(run: Path) -> None:
     """Leaves a run's header as a kill does."""
     header = json.loads((run / "run.json").read_text())
