@@ -58,7 +58,7 @@ def describe_run(config, plan, group, trainer) -> dict:
         "world_size": group.world_size,
         "device": group.device.type,
         "device_name": torch.cuda.get_device_name(group.device) if group.device.type == "cuda" else _processor(),
-        **_git(),
+        **git_state(),
         "versions": {"python": platform.python_version(), "torch": torch.__version__, "cuda": torch.version.cuda}
         | {name: _version(name) for name in ("triton", "numpy")},
     }
@@ -136,7 +136,7 @@ def _runs(lines: list[str]):
             start = i
 
 
-def _git() -> dict:
+def git_state() -> dict:
     """The commit that runs, and whether tracked files differ from it; outside a git checkout (a container, say) what
     the environment's GIT_COMMIT says, or "unknown"."""
     def ask(*args):

@@ -142,6 +142,8 @@ class AttentionSpec:
             value = getattr(self, name)
             if not (0 <= value < math.inf):
                 raise ValueError(f"{name}={value} must be finite and not negative")
+        if self.epsilon > 1:
+            raise ValueError(f"epsilon={self.epsilon} must be at most 1: scores so near the maximum count as equal")
         if not self.shift_cap > 0:
             raise ValueError(f"shift_cap={self.shift_cap} must be positive (inf is the paper's uncapped rule)")
         if self.stabilizer == "capped" and self.shift_cap == math.inf:

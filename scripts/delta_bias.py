@@ -40,7 +40,8 @@ from diagnostics.coherence import top_share
 from diagnostics.precision import head_spec
 from diagnostics.scene import capture_heads
 from diagnostics.weights import spectral_norm
-from metrics import MetricsError, to_json
+from metrics import MetricsError, read_run, to_json
+from runinfo import git_state
 from scripts.diagnose import chosen, models_of, open_run, row_of, specs_at, step_of
 from scripts.runs import nan_last
 from scripts.targets import check_targets, write_text
@@ -198,7 +199,11 @@ def main(argv: list[str] | None = None) -> int:
         check_targets(figure_of(out))
         lines = measure(args.run, args.steps, args.layer, args.heads, args.sequences, args.device, args.dataset,
                         list(dict.fromkeys(args.numerics)))
-        write_text(out, to_json({"run": args.run.resolve().name, "rows": lines}, indent=1) + "\n")
+        run = read_run(args.run)
+        write_text(out, to_json({
+            "run": args.run.resolve().name, "seed": run.get("config", {}).get("seed"), **git_state(),
+            "device_name": torch.cuda.get_device_name() if args.device == "cuda" else "CPU",
+            "data": run.get("data", {}).get("sha256"), "rows": lines}, indent=1) + "\n")
         draw(lines, figure_of(out))
     except (ValueError, OSError, checkpoint.CheckpointError, MetricsError) as error:
         print(f"delta_bias.py: error: {error}", file=sys.stderr)

@@ -129,6 +129,7 @@ BAD_COMBINATIONS = [
     ("beta=nan must exceed 1", dict(beta=math.nan)),
     ("epsilon=-0.1 must be finite and not negative", dict(epsilon=-0.1)),
     ("epsilon=nan must be finite", dict(epsilon=math.nan)),
+    ("epsilon=2 must be at most 1", dict(epsilon=2)),
     ("softcap=inf must be finite", dict(softcap=math.inf)),
     ("fixed_shift=-1.0 must be finite and not negative", dict(fixed_shift=-1.0)),
     ("lazy_threshold=inf must be finite", dict(lazy_threshold=math.inf)),

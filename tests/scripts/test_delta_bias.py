@@ -145,6 +145,8 @@ def test_other_numerics_on_the_same_weights(run):  # noqa: F811
     assert delta_bias.main(argv) == 0
     rows = {r["numerics"]: r for r in json.loads((run / "delta_bias.json").read_text())["rows"]}
     assert list(rows) == ["run", "delta=dp_p", "flash_fp32"]
+    found = json.loads((run / "delta_bias.json").read_text())
+    assert found["seed"] == 3 and found["git_commit"] and found["data"] and found["device_name"] == "CPU"
     assert rows["flash_fp32"]["error_share"] < 1e-3 < rows["run"]["error_share"]
     assert abs(rows["delta=dp_p"]["row_sum"]) < abs(rows["run"]["row_sum"])
     figure = run / "delta_bias.png"
