@@ -158,7 +158,7 @@ def _publish(path: Path, step: int, state: dict, keep: int) -> None:
 
 def checkpoints(out_dir: str | Path) -> list[Path]:
     """All checkpoints of a folder, oldest step first; an absent folder has none."""
-    return sorted((path for path in Path(out_dir).glob("ckpt_*.pt") if _NAME.fullmatch(path.name)), key=_step)
+    return sorted((path for path in Path(out_dir).glob("ckpt_*.pt") if _NAME.fullmatch(path.name)), key=step_of)
 
 
 def latest(out_dir: str | Path) -> Path | None:
@@ -183,7 +183,7 @@ def load(path: str | Path, device: str | torch.device = "cpu") -> dict:
         except Exception as error:  # pickle, zip and torch each have their own; every one means: cannot be used
             problem = f"cannot be loaded ({str(error).strip().splitlines()[0] if str(error).strip() else repr(error)})"
     older = [other for other in checkpoints(path.parent)
-             if other != path and (not _NAME.fullmatch(path.name) or _step(other) < _step(path))]
+             if other != path and (not _NAME.fullmatch(path.name) or step_of(other) < step_of(path))]
     good = next((other for other in reversed(older) if _problem(other) is None), None)
     raise CheckpointError(f"{path} {problem}; "
                           f"{f'the next older good one is {good}' if good else 'there is no older good one'}")
@@ -219,7 +219,8 @@ def strip_prefixes(state_dict: dict) -> dict:
     return plain
 
 
-def _step(path: Path) -> int:
+def step_of(path: Path) -> int:
+    """The finished steps of a checkpoint, by its name."""
     return int(_NAME.fullmatch(path.name)[1])
 
 
@@ -238,7 +239,7 @@ def _write(state: dict, path: Path) -> None:
 
 def _prune(out_dir: Path, step: int, keep: int) -> None:
     """Removes the oldest checkpoints up to `step` where there are more than `keep`; renames those of later steps."""
-    older = [path for path in checkpoints(out_dir) if _step(path) <= step]
+    older = [path for path in checkpoints(out_dir) if step_of(path) <= step]
     for later in checkpoints(out_dir)[len(older):]:
         stale = later.with_name(later.name + ".stale")
         os.replace(later, stale)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TextIO
 
 from attention import layer_specs
-from checkpoint import checkpoints
+from checkpoint import checkpoints, step_of
 from config import Config, ConfigError, as_dict, load
 from data.loader import open_tokens
 from data.meta import corpus_folder
@@ -32,7 +32,7 @@ MAY_CHANGE = ("out_dir", "init_from", "max_iters", "replay", "checkpoint_interva
 
 def last_step(run: Path) -> int | None:
     """The step of a run's newest checkpoint; None without one."""
-    return int(saved[-1].stem.split("_")[1]) if (saved := checkpoints(run)) else None
+    return step_of(saved[-1]) if (saved := checkpoints(run)) else None
 
 
 def outcome(run: Path, steps: int = 0) -> int | None:

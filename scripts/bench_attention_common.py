@@ -1,17 +1,15 @@
 """What the modes of bench_attention.py share: naming what to time, its inputs, the clock and the file of results."""
 
 import json
-import os
 import re
 import statistics
-import subprocess
 import sys
-from pathlib import Path
 
 import torch
 
 from attention import AttentionSpec
 from attention.layers import changed
+from runinfo import git_state
 from scripts.targets import write_text
 
 DTYPES = ("bfloat16", "float16", "float32")
@@ -91,9 +89,7 @@ def write(path, **content):
     """Hardware, commit and versions, then `content`, as JSON."""
     import triton
 
-    git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent)
-    commit = git.stdout.strip() if git.returncode == 0 else os.environ.get("GIT_COMMIT", "unknown")
-    head = dict(hardware=torch.cuda.get_device_name(), commit=commit,
+    head = dict(hardware=torch.cuda.get_device_name(), commit=git_state()["git_commit"],
                 versions=dict(python=sys.version.split()[0], torch=torch.__version__, triton=triton.__version__,
                               cuda=torch.version.cuda))
     write_text(path, json.dumps(head | content, indent=1) + "\n")

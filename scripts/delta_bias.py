@@ -42,7 +42,7 @@ from diagnostics.scene import capture_heads
 from diagnostics.weights import spectral_norm
 from metrics import MetricsError, read_run, to_json
 from runinfo import git_state
-from scripts.diagnose import chosen, models_of, open_run, row_of, specs_at, step_of
+from scripts.diagnose import chosen, models_of, open_run, row_of, specs_at
 from scripts.runs import nan_last
 from scripts.targets import check_targets, write_text
 
@@ -59,7 +59,7 @@ def measure(run: Path, steps: str, layer: int, heads: list[int] | None, sequence
         raise ConfigError(f"--heads {' '.join(map(str, heads))}: the run has heads 0..{config.n_head - 1}")
     if wrong := [change for change in numerics if change.partition("+")[0] in NO_SWITCHES]:
         raise ConfigError(f"--numerics {' '.join(wrong)}: the roundings of that are torch's; name a flash backend")
-    for spec in {specs_at(plan, step_of(path))[layer]: None for path in paths}:  # more than one after a switch
+    for spec in {specs_at(plan, checkpoint.step_of(path))[layer]: None for path in paths}:  # several after a switch
         for change in numerics:
             if config.qk_norm or _changed(spec, change).softcap:
                 raise ConfigError("what is measured holds for scores q k / sqrt(D) with q = W_Q x, and "
@@ -195,7 +195,7 @@ def main(argv: list[str] | None = None) -> int:
         if args.device == "cuda" and not torch.cuda.is_available():
             raise ConfigError("--device=cuda, but torch sees no GPU; use --device=cpu")
         out = args.out or args.run / "delta_bias.json"
-        check_targets(out)
+        check_targets(out)  # first, so that its own fault is the one that is told
         check_targets(figure_of(out))
         lines = measure(args.run, args.steps, args.layer, args.heads, args.sequences, args.device, args.dataset,
                         list(dict.fromkeys(args.numerics)))

@@ -65,7 +65,7 @@ def chosen(run: Path, steps: str) -> list[Path]:
     if not (form := re.fullmatch(r"(\d*):(\d*)|\d+(?:,\d+)*", steps, re.ASCII)):
         raise ConfigError(f"--steps={steps} is neither a:b, two step numbers of which either may be left out, nor "
                           "a list a,b")
-    at = {step_of(path): path for path in checkpoint.checkpoints(run)}
+    at = {checkpoint.step_of(path): path for path in checkpoint.checkpoints(run)}
     known = f"it has {', '.join(map(str, at)) or 'none'}"
     first, last = form.groups()
     wanted = sorted(set(map(int, steps.split(",")))) if first is None else [
@@ -75,11 +75,6 @@ def chosen(run: Path, steps: str) -> list[Path]:
     if missing := [step for step in wanted if step not in at]:
         raise ConfigError(f"{run} has no checkpoint of step {', '.join(map(str, missing))} (--steps={steps}); {known}")
     return [at[step] for step in wanted]
-
-
-def step_of(path: Path) -> int:
-    """Of a checkpoint, by its name."""
-    return int(path.stem.split("_")[1])
 
 
 def capture_run(run: Path, steps: str = ":", layer: int | None = None, head: int | None = None, sequences: int = 4,

@@ -5,6 +5,8 @@ BF16 tensors and tensor cores.
 """
 
 import importlib.metadata
+import re
+from pathlib import Path
 
 import interpreted
 import numpy
@@ -23,6 +25,16 @@ pytestmark = pytest.mark.skipif(
 
 RNG = torch.tensor([1234567, 3, 2**32 + 5])
 EXACT = ("o", "dq", "dk", "dv")
+
+
+def test_packed_counts_add_up_in_one_register():
+    """tiles.count_of_pairs on a GPU, which the interpreter does not run: the sum of 0x3F80 for each of L left and R
+    right columns, times INVERSE, has L + R in its upper bits, for all counts that 256 columns can have."""
+    source = (Path(__file__).parents[2] / "attention/tiles.py").read_text()
+    inverse = int(re.search(r"^INVERSE = tl.constexpr\((0x\w+)\)", source, re.MULTILINE)[1], 16)
+    left, right = numpy.meshgrid(numpy.arange(129, dtype=numpy.uint64), numpy.arange(129, dtype=numpy.uint64))
+    found = 0x3F80 * (left + (right << numpy.uint64(16))) & 0xFFFFFFFF
+    assert ((found * inverse & 0xFFFFFFFF) >> 23 == left + right).all()
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,7 @@
 
 import json
 import math
+import subprocess
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,9 +10,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import runinfo
 import scripts.bench_attention as bench
 import scripts.bench_attention_check as check
-import scripts.bench_attention_common as common
 from attention import AttentionSpec, flash
 from attention.emulated import emulated
 from scripts.bench_attention import ARMS, SHAPES, errors, main, rows_of, table
@@ -112,10 +113,10 @@ def test_file(tmp_path, monkeypatch):
     assert list(found) == ["hardware", "commit", "versions", "rows"] and found["rows"] == [1]
     assert found["hardware"] == "a GPU" and found["versions"]["torch"] == torch.__version__
 
-    class NoCommits:
-        returncode, stdout = 128, "HEAD\n"  # git's answer in a repository without commits
+    def no_commits(command, **_):  # git's answer in a repository without any
+        raise subprocess.CalledProcessError(128, command, "HEAD\n")
 
-    monkeypatch.setattr(common.subprocess, "run", lambda *args, **kwargs: NoCommits)
+    monkeypatch.setattr(runinfo.subprocess, "run", no_commits)
     monkeypatch.setenv("GIT_COMMIT", "1234abc")
     write(tmp_path / "b.json", rows=[])
     assert json.loads((tmp_path / "b.json").read_text())["commit"] == "1234abc"

@@ -183,7 +183,7 @@ def test_what_a_user_can_change(run, argv, words, capsys):  # noqa: F811
 def test_numerics_fit_what_the_layer_was_switched_to(run, monkeypatch, capsys):  # noqa: F811
     """Told before the checkpoints before the switch are measured."""
     config, plan = delta_bias.open_run(run)
-    last = delta_bias.step_of(delta_bias.chosen(run, ":")[-1])
+    last = delta_bias.checkpoint.step_of(delta_bias.chosen(run, ":")[-1])
     plan.switches = [Switch(last, 1, AttentionSpec("standard").key)]
     monkeypatch.setattr(delta_bias, "open_run", lambda *_: (config, plan))
     monkeypatch.setattr(delta_bias, "models_of", lambda *_: pytest.fail("read a checkpoint"))
