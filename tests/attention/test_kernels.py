@@ -105,6 +105,7 @@ SWITCHES = {
     "delta_exact_stochastic": dict(output="stochastic", pv="stochastic", delta="do_o_exact"),
     "delta_exact_heads": dict(output_heads=(1,), delta="do_o_exact", tile_k=FULL),
     "delta_dp_p": dict(delta="dp_p"),
+    "delta_dp_p_normalized": dict(delta="dp_p_normalized"),
     "delta_recomputed": dict(delta="do_o_recomputed"),
     "softcap": dict(softcap=2.0),
     "softcap_fp32": dict(backend="flash_fp32", softcap=2.0),

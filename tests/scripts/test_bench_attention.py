@@ -217,7 +217,7 @@ def test_committed_results():
 
 
 # switches of --check that results/attention/numerics.json is older than
-NEW = [dict(delta="do_o_exact"), dict(pv="stochastic")]
+NEW = [dict(delta=x) for x in ("do_o_exact", "dp_p_normalized")] + [dict(pv="stochastic")]
 
 
 def test_committed_numerics_and_memory():
