@@ -17,9 +17,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from config import Config
 from diagnostics.monitor import FIRST, SIGNALS, Alarm, MonitorRule
 from failure import failure_of
+from files import write_text
 from metrics import MetricsError, to_json
 from scripts.runs import CompareError, Run, load_runs
-from scripts.targets import check_targets, write_text
+from scripts.targets import check_targets
 
 SWEEP = {"ties": (0.2, 0.25, 0.3, 0.35, 0.4, 0.5, 0.6), "wq_ratio": (1.5, 2, 2.5, 3, 4, 6),
          "wq_norm": (10, 20, 30, 40, 60), "row_max": (50, 100, 200, 300, 500)}
