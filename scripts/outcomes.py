@@ -174,7 +174,7 @@ def _rate(begun: list[dict], name: str, event: str) -> dict:
 def check_alike(runs: Iterable[tuple[tuple[str, int], Run]], arms: dict[str, Arm]) -> None:
     """Runs of one table have the seed and the flags that they are filed under, and differ in what these name, where and
     how far they ran, what they evaluated and saved on the way, which changes no step, and in nothing else. Errors:
-    ValueError, which names the first that does."""
+    ValueError, which names the first that does, and what it differs from, with folders and values."""
     free = {"seed", "out_dir", "dataset", "init_from", "max_iters", "checkpoint_interval", "keep_checkpoints",
             "eval_interval", "eval_iters"}
     reference = None
@@ -192,11 +192,11 @@ def check_alike(runs: Iterable[tuple[tuple[str, int], Run]], arms: dict[str, Arm
             settings = {key: value for key, value in settings.items() if not key.startswith("monitor_")}
         if "dataset" not in flags:
             settings["training data with SHA-256"] = run.info.get("data", {}).get("sha256")
-        reference = reference or (f"{name} of seed {seed}", flags, settings)
-        for key in (settings.keys() & reference[2].keys()) - flags.keys() - reference[1].keys() - free:
+        reference = reference or (where, flags, settings)
+        for key in sorted((settings.keys() & reference[2].keys()) - flags.keys() - reference[1].keys() - free):
             if settings[key] != reference[2][key]:
-                raise ValueError(f"{where} is not of the experiment of {reference[0]}: {key} is {settings[key]} and "
-                                 f"{reference[2][key]}; leave one out")
+                raise ValueError(f"{where} has {key}={settings[key]}, and {reference[0]} {key}={reference[2][key]}: "
+                                 "they are not of one experiment; leave one out")
 
 
 def _says(text: str, value) -> bool:
