@@ -152,6 +152,21 @@ def draw(lines: list[dict], path: Path) -> None:
     save(figure, path, dpi=150)
 
 
+def draw_again(out: Path) -> None:
+    """The figure of an --out. Errors: ConfigError where it is none, or is from before there was an error_share."""
+    try:
+        lines = json.loads(out.read_text(encoding="utf-8"))["rows"]
+        if all("error_share" in line for line in lines):
+            return draw(lines, figure_of(out))
+        steps, heads = (sorted({line[name] for line in lines}) for name in ("step", "head"))
+        again = (f"--steps {','.join(map(str, steps))} --layer {lines[0]['layer']} --heads {' '.join(map(str, heads))} "
+                 f"--sequences {lines[0]['sequences']} --out {out}")
+    except (ValueError, LookupError, TypeError) as error:
+        raise ConfigError(f"{out} is no --out of this script ({error!r}); give one") from None
+    raise ConfigError(f"{out} is from before this script measured error_share, so there is nothing to draw; measure "
+                      f"the run again: scripts/delta_bias.py RUN {again}")
+
+
 def _changed(spec: AttentionSpec, change: str) -> AttentionSpec:
     """Errors: ConfigError, which names the flag."""
     try:
@@ -184,10 +199,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if args.draw:
             check_targets(figure_of(args.run))
-            try:
-                draw(json.loads(args.run.read_text(encoding="utf-8"))["rows"], figure_of(args.run))
-            except (ValueError, LookupError, TypeError) as error:
-                raise ConfigError(f"{args.run} is no --out of this script ({error!r}); give one") from None
+            draw_again(args.run)
             return 0
         if args.sequences < 2:
             raise ConfigError(f"--sequences={args.sequences} must be at least 2, or there is no standard error")
