@@ -5,7 +5,7 @@ from pathlib import Path
 from torch import Tensor
 
 from diagnostics.coherence import rank_one
-from diagnostics.lines import label_ends, whole_ticks
+from diagnostics.lines import label_ends, pyplot, save, whole_ticks
 from diagnostics.precision import both
 from diagnostics.scene import Scene
 
@@ -15,10 +15,7 @@ LINES = ("--", ":", "-.", (0, (5, 1, 1, 1, 1, 1)), (0, (1, 3)))
 
 def draw(scene: Scene, found: dict, folder: Path) -> list[Path]:
     """Writes figure3.png ... figure13.png and returns their paths."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    plt = pyplot()
 
     paths = []
     for number, make in ((3, _figure3), (4, _figure4), (5, _figure5), (6, _figure6), (11, _figure11),
@@ -27,8 +24,7 @@ def draw(scene: Scene, found: dict, folder: Path) -> list[Path]:
         figure.suptitle(f"{found['name']}: layer {found['layer']}, head {found['head']}", fontsize=9)
         whole_ticks(figure)
         paths.append(folder / f"figure{number}.png")
-        figure.savefig(paths[-1], dpi=130)
-        plt.close(figure)
+        save(figure, paths[-1], dpi=130)
     return paths
 
 

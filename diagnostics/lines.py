@@ -1,9 +1,32 @@
-"""What figures share: lines that are told apart without colour, however many, and axes that count."""
+"""What figures share: how they are made and saved, lines that are told apart without colour, and axes that count."""
 
+import io
 import math
 from itertools import accumulate
+from pathlib import Path
+
+from files import write_bytes
 
 LEAST_GAP = 0.07  # of an axis' height, between two labels
+
+
+def pyplot():
+    """matplotlib's, for files alone: on a machine without a screen, too."""
+    import matplotlib  # here, as it takes a second
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot
+
+    return matplotlib.pyplot
+
+
+def save(figure, path: str | Path, dpi: int) -> None:
+    """Writes a figure in the format that the name ends in, whole or not at all, and closes it. Errors as
+    `write_bytes`."""
+    drawn = io.BytesIO()
+    figure.savefig(drawn, format=Path(path).suffix[1:], dpi=dpi)
+    pyplot().close(figure)
+    write_bytes(path, drawn.getvalue())
 
 
 def label_ends(axis, ends: dict[str, tuple[float, float]]) -> None:

@@ -4,23 +4,19 @@ from pathlib import Path
 
 import torch
 
-from diagnostics.lines import whole_ticks
+from diagnostics.lines import pyplot, save, whole_ticks
 from diagnostics.preconditions import ALIKE
 from diagnostics.words import wrapped
 
 
 def draw(found: dict, shown: dict, out: Path) -> None:
     """figure8.png and figure9.png; found as in preconditions.json, shown: tensors of what is drawn."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    plt = pyplot()
 
     for name, make in (("figure8", _figure8), ("figure9", _figure9)):
         figure = make(plt, found, shown)
         whole_ticks(figure)
-        figure.savefig(out / f"{name}.png", dpi=130)
-        plt.close(figure)
+        save(figure, out / f"{name}.png", dpi=130)
 
 
 def _figure8(plt, found, shown):

@@ -3,6 +3,7 @@
 With it every figure of the diagnosis can be made again, without the run, its corpus or a GPU.
 """
 
+import io
 import json
 import statistics
 from dataclasses import asdict, dataclass, field
@@ -18,6 +19,7 @@ from diagnostics.precision import both, head_spec, operand, scores
 from diagnostics.probes import attention_inputs
 from diagnostics.ties import RULES, maxima, tied_share
 from diagnostics.weights import head_norms, matrix_norms, qk_entropy
+from files import write_bytes
 
 TENSORS = ("tokens", "x", "q", "k", "v", "o", "do", "lse", "wq")
 VERSION = 2
@@ -177,11 +179,10 @@ def save(scene: Scene, path: str | Path) -> Path:
             "sequences_per_step": scene.sequences_per_step, "surveys": [asdict(s) for s in scene.surveys],
             "steps": [f.step for f in scene.frames], "history": scene.history, "qk_norm": scene.qk_norm}
     arrays = {f"{name}_{i}": _pack(getattr(frame, name)) for i, frame in enumerate(scene.frames) for name in TENSORS}
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "wb") as file:
-        np.savez_compressed(file, scene=np.frombuffer(json.dumps(head).encode(), dtype=np.uint8), **arrays)
-    return path
+    packed = io.BytesIO()
+    np.savez_compressed(packed, scene=np.frombuffer(json.dumps(head).encode(), dtype=np.uint8), **arrays)
+    write_bytes(path, packed.getvalue())
+    return Path(path)
 
 
 def load(path: str | Path) -> Scene:

@@ -9,8 +9,8 @@ import torch
 
 from attention import AttentionSpec
 from attention.layers import changed
+from files import write_text
 from runinfo import git_state
-from scripts.targets import write_text
 
 DTYPES = ("bfloat16", "float16", "float32")
 RNG = (1234567, 3, 5)  # seed, layer and draw of stochastic rounding

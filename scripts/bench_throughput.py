@@ -33,10 +33,11 @@ import torch
 import distributed
 from config import ConfigError, load
 from determinism import set_determinism
+from files import write_text
 from plan import prepare
 from runinfo import describe_run
 from scripts.arms import FURTHER
-from scripts.targets import check_targets, write_text
+from scripts.targets import check_targets
 from stop import StopRequested, StopSignal
 from trainer import Trainer
 

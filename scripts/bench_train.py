@@ -27,12 +27,13 @@ import torch
 import distributed
 from config import ConfigError, as_dict, load
 from determinism import set_determinism
+from files import write_text
 from metrics import Metrics
 from plan import prepare
 from replay.order import OrderFile, Recorder
 from runinfo import describe_run, print_header
 from scripts.arms import FURTHER
-from scripts.targets import check_targets, write_text
+from scripts.targets import check_targets
 from stop import StopRequested, StopSignal
 from trainer import Trainer
 

@@ -22,6 +22,7 @@ import torch
 
 import checkpoint
 from config import load
+from files import write_text
 from metrics import MetricsError, read_metrics, read_run, to_json
 from replay.order import OrderFile
 from scripts.arms import FURTHER
@@ -122,7 +123,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"replayed on one rank over {steps} steps: offsets {'equal' if same else 'DIFFERENT'}, losses to "
               f"{largest:.2e} nats (allowed: {args.tolerance:g})")
         good = good and same and largest <= args.tolerance
-    (args.out / "check.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    write_text(args.out / "check.json", json.dumps(result, indent=1) + "\n")
     return 0 if good else 1
 
 

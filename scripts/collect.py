@@ -12,8 +12,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from files import write_bytes
 from metrics import MetricsError, read_metrics, read_run, to_json
-from scripts.targets import check_targets, write_bytes
+from scripts.targets import check_targets
 
 EVERY_PROBE = ("probe/ties", "probe/row_max", "probe/wq_norm")
 SPECTRA_EVERY = 500  # steps

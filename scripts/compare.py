@@ -8,20 +8,20 @@ a run failed (failure.FailureRule) stands where W_Q ran away (monitor.runaway), 
 
 import argparse
 import math
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that the script runs from anywhere
 
-from diagnostics.lines import label_ends, whole_ticks
+from diagnostics.lines import label_ends, pyplot, save, whole_ticks
 from failure import failure_of
+from files import write_text
 from metrics import MetricsError, to_json
 from replay.order import OrderError
 from scripts.monitor import probed, runaway
 from scripts.runs import CompareError, Run, common_steps, difference, load_runs, nan_last
-from scripts.targets import check_targets, write_text
+from scripts.targets import check_targets
 
 TIES, TIES_HEAD, WQ_NORM = "probe/ties/layer", "probe/ties_head/layer", "probe/wq_norm/layer"
 STYLES = ("-", "--", ":", "-.", (0, (5, 1, 1, 1, 1, 1)), (0, (8, 2)), (0, (1, 3)), (0, (3, 1, 1, 3)))
@@ -107,10 +107,7 @@ def _sampled_differences(result: dict, count: int = 8) -> list[str]:
 def plot(runs: Sequence[Run], result: dict, path: str | Path) -> None:
     """Draws loss, loss difference, gradient norm and, where probed, ties and W_Q norms of the worst layer; line styles
     tell the runs apart without colour. `result` is what `compare` said of the runs."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    plt = pyplot()
 
     probed = [(prefix, title) for prefix, title in ((TIES, "rows with tied maxima, worst layer (share)"),
                                                     (WQ_NORM, "largest W_Q spectral norm of a head"))
@@ -139,17 +136,13 @@ def plot(runs: Sequence[Run], result: dict, path: str | Path) -> None:
     if result["label"]:
         figure.suptitle(result["label"], fontsize=10)
     whole_ticks(figure)
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
+    save(figure, path, dpi=130)
 
 
 def plot_layers(runs: Sequence[Run], path: str | Path) -> None:
     """Draws one column a run: loss, then W_Q norm and tied rows of each layer, in its worst head, its number where the
     line ends; a dotted line in the panel of W_Q where it ran away. Errors: CompareError where no run was probed."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    plt = pyplot()
 
     panels = [(prefix, title) for prefix, title in
               ((WQ_NORM, "largest W_Q spectral norm\nof a head"),
@@ -179,8 +172,7 @@ def plot_layers(runs: Sequence[Run], path: str | Path) -> None:
         label_ends(axis, {line.get_label().removeprefix("layer "): (line.get_xdata()[-1], line.get_ydata()[-1])
                           for line in axis.lines if line.get_label().startswith("layer ")})
     whole_ticks(figure)
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
+    save(figure, path, dpi=130)
 
 
 def _columns(lines: Sequence[Sequence[str]]) -> list[str]:
@@ -224,9 +216,6 @@ def main(argv: list[str] | None = None) -> int:
         runs = load_runs(args.runs)
         result = compare(runs, args.allow_different_orders)
         print(table(result))
-        for target in (args.output, args.layers):
-            if target:
-                os.makedirs(os.path.dirname(target) or ".", exist_ok=True)
         if args.json:
             write_text(args.json, to_json(result, indent=1) + "\n")
         if args.output:

@@ -37,14 +37,16 @@ from attention.spec import NO_SWITCHES, AttentionSpec
 from config import ConfigError
 from diagnostics.bias import pushes
 from diagnostics.coherence import top_share
+from diagnostics.lines import pyplot, save
 from diagnostics.precision import head_spec
 from diagnostics.scene import capture_heads
 from diagnostics.weights import spectral_norm
+from files import write_text
 from metrics import MetricsError, read_run, to_json
 from runinfo import git_state
 from scripts.diagnose import chosen, models_of, open_run, row_of, specs_at
 from scripts.runs import nan_last
-from scripts.targets import check_targets, write_text
+from scripts.targets import check_targets
 
 
 def measure(run: Path, steps: str, layer: int, heads: list[int] | None, sequences: int, device: str,
@@ -128,14 +130,12 @@ def by_step(matrices: list[Tensor]) -> dict[str, float]:
 def draw(lines: list[dict], path: Path) -> None:
     """A panel a head: error_share by step, a line for each numerics, in the order of their last values; one that is
     not finite may be a string, as JSON has it, and is not drawn."""
-    import matplotlib
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    plt = pyplot()
 
     heads = sorted({line["head"] for line in lines})
     last = {line["numerics"]: nan_last(float(line["error_share"])) for line in lines if line["head"] == heads[0]}
     names = sorted(last, key=last.get, reverse=True)
-    figure, axes = pyplot.subplots(1, len(heads), figsize=(3.4 * len(heads) + 3, 4.2), sharey=True, squeeze=False,
+    figure, axes = plt.subplots(1, len(heads), figsize=(3.4 * len(heads) + 3, 4.2), sharey=True, squeeze=False,
                                    layout="constrained")
     for axis, head in zip(axes[0], heads, strict=True):
         for i, name in enumerate(names):
@@ -149,8 +149,22 @@ def draw(lines: list[dict], path: Path) -> None:
         axis.set_xticks(sorted({line["step"] for line in lines}))
     axes[0][0].set_ylabel("error of a step's dW_Q over the exact dW_Q,\nspectral norms")
     figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside right center", fontsize=7)
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
+    save(figure, path, dpi=150)
+
+
+def draw_again(out: Path) -> None:
+    """The figure of an --out. Errors: ConfigError where it is none, or is from before there was an error_share."""
+    try:
+        lines = json.loads(out.read_text(encoding="utf-8"))["rows"]
+        if all("error_share" in line for line in lines):
+            return draw(lines, figure_of(out))
+        steps, heads = (sorted({line[name] for line in lines}) for name in ("step", "head"))
+        again = (f"--steps {','.join(map(str, steps))} --layer {lines[0]['layer']} --heads {' '.join(map(str, heads))} "
+                 f"--sequences {lines[0]['sequences']} --out {out}")
+    except (ValueError, LookupError, TypeError) as error:
+        raise ConfigError(f"{out} is no --out of this script ({error!r}); give one") from None
+    raise ConfigError(f"{out} is from before this script measured error_share, so there is nothing to draw; measure "
+                      f"the run again: scripts/delta_bias.py RUN {again}")
 
 
 def _changed(spec: AttentionSpec, change: str) -> AttentionSpec:
@@ -185,10 +199,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if args.draw:
             check_targets(figure_of(args.run))
-            try:
-                draw(json.loads(args.run.read_text(encoding="utf-8"))["rows"], figure_of(args.run))
-            except (ValueError, LookupError, TypeError) as error:
-                raise ConfigError(f"{args.run} is no --out of this script ({error!r}); give one") from None
+            draw_again(args.run)
             return 0
         if args.sequences < 2:
             raise ConfigError(f"--sequences={args.sequences} must be at least 2, or there is no standard error")

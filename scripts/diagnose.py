@@ -33,11 +33,12 @@ from diagnostics.precision import head_spec
 from diagnostics.scene import Scene, capture, load, save, survey, worst_head
 from diagnostics.weights import KINDS
 from diagnostics.words import words
+from files import write_text
 from metrics import MetricsError, read_metrics, to_json
 from model import GPT
 from plan import Plan, prepare
 from replay.order import OrderFile
-from scripts.targets import check_targets, write_text
+from scripts.targets import check_targets
 
 
 def open_run(run: Path, dataset: str | None = None) -> tuple:

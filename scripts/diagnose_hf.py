@@ -25,8 +25,9 @@ from torch.utils._pytree import tree_map
 from config import ConfigError
 from diagnostics.preconditions import attention_weighted_keys, bf16_scores, closest_neighbours, similarity, tied_rows
 from diagnostics.preconditions_page import draw, page
+from files import write_text
 from metrics import to_json
-from scripts.targets import check_targets, write_text
+from scripts.targets import check_targets
 
 # model_type: where its attention modules are, and which projection makes the queries (in its first columns).
 CLASSES = {"llama": ("model.layers", "self_attn", "q_proj"), "qwen2": ("model.layers", "self_attn", "q_proj"),
@@ -204,14 +205,14 @@ def main(argv: list[str] | None = None) -> int:
             raise ConfigError(f"the tokenizer's id {max(ids)} is not among the {model.config.vocab_size} of "
                               f"{args.model}; name its own with --tokenizer")
         found, shown = examine(model, torch.tensor([ids], device=args.device), args.epsilon)
+        found |= {"model": args.model, "text": Path(args.text).name, "tokens": len(ids), "ids": ids,
+                  "dtype": args.dtype, "pieces": coder.convert_ids_to_tokens(ids), "epsilon": args.epsilon}
+        write_text(args.out / "preconditions.json", to_json(found) + "\n")
+        draw(found, shown, args.out)
+        write_text(args.out / "preconditions.md", page(found))
     except (ValueError, OSError) as error:
         print(f"diagnose_hf.py: error: {error}", file=sys.stderr)
         return 2
-    found |= {"model": args.model, "text": Path(args.text).name, "tokens": len(ids), "ids": ids, "dtype": args.dtype,
-              "pieces": coder.convert_ids_to_tokens(ids), "epsilon": args.epsilon}
-    write_text(args.out / "preconditions.json", to_json(found) + "\n")
-    draw(found, shown, args.out)
-    write_text(args.out / "preconditions.md", page(found))
     print(page(found).split("\n\nColumn j")[0])
     print(f"\nwritten to {args.out}")
     return 0

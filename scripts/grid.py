@@ -15,6 +15,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from diagnostics.lines import pyplot, save
 from scripts.outcomes import Arm
 from scripts.rates import make, parse, parser
 
@@ -32,12 +33,10 @@ def figure(points: dict[str, tuple[str, str, float, int]], found: dict, path: Pa
     """One row of panels a corpus, one column what is rounded: learning rate by sequences a step, a cross where all
     seeds failed, a half-filled ring where some did, a ring where none did, a dot where none is finished; with how many
     did where there are several, and their median step."""
-    import matplotlib
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    plt = pyplot()
 
     columns, corpora, rates, batches = (list(dict.fromkeys(values)) for values in zip(*points.values(), strict=True))
-    figure, axes = pyplot.subplots(len(corpora), len(columns), figsize=(3.2 * len(columns), 3.2 * len(corpora)),
+    figure, axes = plt.subplots(len(corpora), len(columns), figsize=(3.2 * len(columns), 3.2 * len(corpora)),
                                    sharex=True, sharey=True, squeeze=False, layout="constrained")
     for line in found["summary"]:
         name, corpus, rate, batch = points[line["arm"]]
@@ -59,8 +58,7 @@ def figure(points: dict[str, tuple[str, str, float, int]], found: dict, path: Pa
         axes[i][0].set_ylabel("sequences a step")
     for axis in axes[-1]:
         axis.set_xlabel("learning rate")
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
+    save(figure, path, dpi=150)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -1,14 +1,16 @@
 """Would the monitor have warned? Replays its rule over what finished runs logged: python scripts/monitor.py RUN...
 
 RUN is a run's out_dir or a metrics file (.jsonl, .jsonl.gz, .jsonl.xz), recorded with --probe_interval or --monitor.
-Prints by run the first warning of the default thresholds, the step at which the run failed (failure.FailureRule) and
-the lead between them; then by threshold in how many failed runs it warned before the failure, the median lead in steps,
-and in how many of the runs that never failed it warned at all. A warning at or after the failure detects nothing.
+Prints by run the first warning of the default thresholds, the steps at which W_Q ran away (`runaway`) and at which the
+run failed (failure.FailureRule), and the lead of the warning over the failure; then by threshold in how many failed
+runs it warned before the failure, the median lead in steps, in how many runs it warned whose W_Q had run away without a
+failure by their end, and in how many that had neither: false alarms. A warning at or after the failure detects nothing.
 """
 
 import argparse
 import statistics
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,9 +19,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from config import Config
 from diagnostics.monitor import FIRST, SIGNALS, Alarm, MonitorRule
 from failure import failure_of
+from files import write_text
 from metrics import MetricsError, to_json
 from scripts.runs import CompareError, Run, load_runs
-from scripts.targets import check_targets, write_text
+from scripts.targets import check_targets
 
 SWEEP = {"ties": (0.2, 0.25, 0.3, 0.35, 0.4, 0.5, 0.6), "wq_ratio": (1.5, 2, 2.5, 3, 4, 6),
          "wq_norm": (10, 20, 30, 40, 60), "row_max": (50, 100, 200, 300, 500)}
@@ -49,29 +52,31 @@ def runaway(records: Sequence[dict]) -> Alarm | None:
 
 
 def judge(runs: Sequence[Run], thresholds: dict[str, float]) -> dict:
-    """One line of the table: failed runs that were warned of in time, their leads in steps, and false alarms."""
-    leads, failed, false = [], 0, 0
+    """One line of the table: failed runs that were warned of in time, and their leads in steps; of those that had not
+    failed when they ended, which ran away, and which did neither, where a warning is a false alarm."""
+    leads, warned, of = [], Counter(), Counter()
     for run in runs:
         failure = failure_of(run.records)
-        alarm = first_alarm(run.records, thresholds, before=failure)
-        failed += failure is not None
-        if alarm and failure is not None:
-            leads.append(failure - alarm.step)
-        false += alarm is not None and failure is None
-    return {"thresholds": thresholds, "detected": len(leads), "failed": failed, "leads": leads,
-            "median_lead": statistics.median(leads) if leads else None, "false_alarms": false,
-            "stable": len(runs) - failed}
+        kind = "failed" if failure is not None else "ran away" if runaway(run.records) else "neither"
+        of[kind] += 1
+        if alarm := first_alarm(run.records, thresholds, before=failure):
+            warned[kind] += 1
+            leads += [failure - alarm.step] if failure is not None else []
+    return {"thresholds": thresholds, "detected": warned["failed"], "failed": of["failed"], "leads": leads,
+            "median_lead": statistics.median(leads) if leads else None, "runaways_detected": warned["ran away"],
+            "only_ran_away": of["ran away"], "false_alarms": warned["neither"], "neither": of["neither"]}
 
 
 def by_run(run: Run, thresholds: dict[str, float]) -> dict:
     """What the thresholds would have said of one run, and what became of it."""
-    failure, alarm = failure_of(run.records), first_alarm(run.records, thresholds)
+    failure, alarm, away = failure_of(run.records), first_alarm(run.records, thresholds), runaway(run.records)
     words = {"step_of_warning": None, "layer": None, "head": None, "signal": None, "value": None}
     if alarm:
         words = {"step_of_warning": alarm.step, "layer": alarm.layer, "head": alarm.head, "signal": alarm.signal,
                  "value": alarm.value}
     lead = failure - alarm.step if alarm and failure is not None else None
-    return {"name": run.name, "steps": run.steps, **words, "step_of_failure": failure, "lead": lead}
+    return {"name": run.name, "steps": run.steps, **words, "step_of_runaway": away and away.step,
+            "step_of_failure": failure, "lead": lead}
 
 
 def table(lines: Sequence[Sequence]) -> str:
@@ -100,12 +105,14 @@ def main(argv: list[str] | None = None) -> int:
         rows = [by_run(run, default) for run in runs]
         lines = [judge(runs, default)]
         lines += [judge(runs, {signal: value}) for signal in SIGNALS for value in getattr(args, signal)]
-        print(table([("run", "steps", "warned at", "layer", "head", "signal", "value", "failed at", "lead"),
+        print(table([("run", "steps", "warned at", "layer", "head", "signal", "value", "ran away at", "failed at",
+                      "lead"),
                      *(tuple(row.values()) for row in rows)]))
         print()
-        print(table([("threshold", "detected", "median lead", "false alarms"),
+        print(table([("threshold", "detected", "median lead", "ran away only", "false alarms"),
                      *((_spell(line["thresholds"], default), f"{line['detected']} of {line['failed']}",
-                        line["median_lead"], f"{line['false_alarms']} of {line['stable']}") for line in lines)]))
+                        line["median_lead"], f"{line['runaways_detected']} of {line['only_ran_away']}",
+                        f"{line['false_alarms']} of {line['neither']}") for line in lines)]))
         if args.json:
             write_text(args.json, to_json({"runs": rows, "thresholds": lines}, indent=1) + "\n")
     except (CompareError, MetricsError, OSError) as error:

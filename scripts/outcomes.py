@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from diagnostics.lines import pyplot, save
 from failure import WINDOW, failure_of, step_of_turn
 from scripts.monitor import probed, runaway
 from scripts.runs import CompareError, Run, load_run, nan_last
@@ -173,7 +174,7 @@ def _rate(begun: list[dict], name: str, event: str) -> dict:
 def check_alike(runs: Iterable[tuple[tuple[str, int], Run]], arms: dict[str, Arm]) -> None:
     """Runs of one table have the seed and the flags that they are filed under, and differ in what these name, where and
     how far they ran, what they evaluated and saved on the way, which changes no step, and in nothing else. Errors:
-    ValueError, which names the first that does."""
+    ValueError, which names the first that does, and what it differs from, with folders and values."""
     free = {"seed", "out_dir", "dataset", "init_from", "max_iters", "checkpoint_interval", "keep_checkpoints",
             "eval_interval", "eval_iters"}
     reference = None
@@ -191,11 +192,11 @@ def check_alike(runs: Iterable[tuple[tuple[str, int], Run]], arms: dict[str, Arm
             settings = {key: value for key, value in settings.items() if not key.startswith("monitor_")}
         if "dataset" not in flags:
             settings["training data with SHA-256"] = run.info.get("data", {}).get("sha256")
-        reference = reference or (f"{name} of seed {seed}", flags, settings)
-        for key in (settings.keys() & reference[2].keys()) - flags.keys() - reference[1].keys() - free:
+        reference = reference or (where, flags, settings)
+        for key in sorted((settings.keys() & reference[2].keys()) - flags.keys() - reference[1].keys() - free):
             if settings[key] != reference[2][key]:
-                raise ValueError(f"{where} is not of the experiment of {reference[0]}: {key} is {settings[key]} and "
-                                 f"{reference[2][key]}; leave one out")
+                raise ValueError(f"{where} has {key}={settings[key]}, and {reference[0]} {key}={reference[2][key]}: "
+                                 "they are not of one experiment; leave one out")
 
 
 def _says(text: str, value) -> bool:
@@ -221,10 +222,7 @@ def draw(found: dict, path: Path) -> None:
     """One panel an arm with a run: the share of its seeds that failed by a step (`failed_by`), and, dashed, the share
     whose W_Q had run away; the first arm's in grey; ticks where a run that has not failed ends; at the right the
     interval of the rate of failure."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    plt = pyplot()
 
     rows = {line["arm"]: [r for r in found["rows"] if r["arm"] == line["arm"] and r["last_step"] is not None]
             for line in found["summary"]}
@@ -232,7 +230,7 @@ def draw(found: dict, path: Path) -> None:
     if not lines:
         return
     columns = min(5, len(lines))
-    figure, axes = pyplot.subplots(-(-len(lines) // columns), columns, sharex=True, sharey=True, squeeze=False,
+    figure, axes = plt.subplots(-(-len(lines) // columns), columns, sharex=True, sharey=True, squeeze=False,
                                    figsize=(2.4 * columns, 1.9 * -(-len(lines) // columns)), layout="constrained")
     for axis in axes.flat[len(lines):]:
         axis.set_visible(False)
@@ -252,5 +250,4 @@ def draw(found: dict, path: Path) -> None:
         axis.tick_params(labelsize=7)
     figure.supxlabel("step (solid: the loss failed, dashed: W_Q ran away)", fontsize=8)
     figure.supylabel("share of seeds", fontsize=8)
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
+    save(figure, path, dpi=150)

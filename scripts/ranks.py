@@ -1,9 +1,12 @@
-"""train.py on RANKS GPUs (processes, on a CPU) of this machine: python scripts/ranks.py RANKS CONFIG.toml [--key=value]
+"""train.py on RANKS GPUs (processes, on a CPU) of this machine, or of each of several:
 
-As torchrun starts it, but it ends with the exit status of train.py, and what that said last stays last: torchrun ends
-with 1 whatever its ranks end with, behind a traceback of its own.
+    python scripts/ranks.py RANKS [--nnodes=N --rdzv_backend=c10d --rdzv_endpoint=HOST:PORT] CONFIG.toml [--key=value]
+
+As torchrun starts it, whose flags may stand before CONFIG.toml, but it ends with the exit status of train.py, and what
+that said last stays last: torchrun ends with 1 whatever its ranks end with, behind a traceback of its own.
 """
 
+import itertools
 import logging
 import os
 import sys
@@ -24,14 +27,20 @@ def main(argv: list[str]) -> int:
         print(f"ranks.py: {' '.join(argv[:1]) or 'nothing'} is no number of ranks, which comes first", file=sys.stderr)
         return train.EXIT_USER
     ranks, *flags = argv
+    where = list(itertools.takewhile(lambda flag: flag.startswith("--"), flags))
+    if not (flags := flags[len(where):]):
+        print("ranks.py: no CONFIG.toml, which comes before train.py's flags", file=sys.stderr)
+        return train.EXIT_USER
+    command = [*(where or ["--standalone"]), f"--nproc_per_node={ranks}", "--", str(ROOT / "train.py"), *flags]
+    nodes = run.parse_min_max_nnodes(run.parse_args(command).nnodes)[1]
     logging.disable()  # torchrun's own words, in this process alone
-    os.environ["WORLD_SIZE"] = ranks  # for `prepare`; the ranks get theirs from torchrun
+    os.environ["WORLD_SIZE"] = str(int(ranks) * nodes)  # for `prepare`; the ranks get theirs from torchrun
     try:  # once, before any rank: torchrun ends all of them with the first one, perhaps before rank 0 has said why
         train.prepare(train.load(flags))
     except (ValueError, train.CheckpointError) as error:
         return train.report("error", error, train.EXIT_USER)
     try:
-        run.main(["--standalone", f"--nproc_per_node={ranks}", "--", str(ROOT / "train.py"), *flags])
+        run.main(command)
     except ChildFailedError as error:
         code = error.get_first_failure()[1].exitcode
         return 128 - code if code < 0 else code  # as a shell reports signals

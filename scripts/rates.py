@@ -29,12 +29,13 @@ from config import as_dict
 from data.loader import open_tokens
 from data.meta import corpus_folder
 from failure import failure_of
+from files import write_text
 from metrics import MetricsError, to_json
 from scripts.arms import FURTHER, RESULTS, ROOT, check_arm, check_extra, outcome, run_arms
 from scripts.collect import collect
 from scripts.outcomes import FAILS, FIRST, Arm, check_alike, draw, finished, load, propose, tabulate
 from scripts.runs import Run, load_run
-from scripts.targets import check_targets, write_text
+from scripts.targets import check_targets
 from stop import EXIT_SIGINT, EXITS_STOPPED
 
 

@@ -39,8 +39,9 @@ MAY_IMPORT = {
     "hf": {"model", "config"},
     "data": {"data"},
     "replay": {"replay", "data"},
-    "diagnostics": {"diagnostics", "attention"},
+    "diagnostics": {"diagnostics", "attention", "files"},
     "failure": set(),
+    "files": set(),
     "plan": {"attention", "config", "checkpoint", "data", "metrics", "model", "replay"},
     "runinfo": {"attention", "config", "replay"},
 }

@@ -153,8 +153,20 @@ def test_other_numerics_on_the_same_weights(run):  # noqa: F811
     drawn = figure.read_bytes()
     figure.unlink()
     assert delta_bias.main([str(run / "delta_bias.json"), "--draw"]) == 0 and figure.read_bytes() == drawn
-    (run / "other.json").write_text('{"rows": []}')
-    assert delta_bias.main([str(run / "other.json"), "--draw"]) == 2
+
+
+def test_files_that_cannot_be_drawn(tmp_path, capsys):
+    """What is none of the script's, and what is from before it measured what is drawn, with how to measure that."""
+    other, old = tmp_path / "other.json", tmp_path / "old.json"
+    other.write_text('{"rows": []}')
+    old.write_text(json.dumps({"rows": [{"step": step, "layer": 1, "head": head, "sequences": 128, "push": 1e-6}
+                                        for step in (500, 1000) for head in (0, 3)]}))
+    for file, words in ((other, f"{other} is no --out of this script"), (old, f"{old} is from before this script "
+            "measured error_share, so there is nothing to draw; measure the run again: scripts/delta_bias.py RUN "
+            f"--steps 500,1000 --layer 1 --heads 0 3 --sequences 128 --out {old}\n")):
+        assert delta_bias.main([str(file), "--draw"]) == 2
+        assert words in capsys.readouterr().err
+    assert not list(tmp_path.glob("*.png"))
 
 
 def test_cosines_tell_a_bias_from_a_direction_whose_sign_changes():

@@ -1,4 +1,4 @@
-"""scripts/monitor.py: the rule over finished runs; detections, leads and false alarms of planted ones."""
+"""scripts/monitor.py: the rule over finished runs; detections, leads, runaways and false alarms of planted ones."""
 
 import json
 from pathlib import Path
@@ -34,7 +34,8 @@ def write(folder: Path, ties: float, at: int, fails: int | None, norm: float = 2
 def runs(tmp_path):
     return [write(tmp_path / "early", 0.5, 500, 2000), write(tmp_path / "late", 0.7, 1200, 2000),
             write(tmp_path / "unseen", 0.1, 0, 1500), write(tmp_path / "after", 0.9, 2200, 1500),
-            write(tmp_path / "stable", 0.3, 1000, None), write(tmp_path / "alarm", 0.45, 1000, None, norm=3.5)]
+            write(tmp_path / "stable", 0.3, 1000, None), write(tmp_path / "away", 0.45, 1000, None, norm=3.5),
+            write(tmp_path / "false", 0.5, 1000, None)]
 
 
 def test_tables(runs, tmp_path, capsys):
@@ -45,30 +46,41 @@ def test_tables(runs, tmp_path, capsys):
     found = json.loads(out.read_text())
     rows = {row["name"]: row for row in found["runs"]}
     assert rows["early"] == {"name": "early", "steps": 2991, "step_of_warning": 700, "layer": 0, "head": 1,
-                             "signal": "ties", "value": 0.5, "step_of_failure": 2040, "lead": 1340}
+                             "signal": "ties", "value": 0.5, "step_of_runaway": None, "step_of_failure": 2040,
+                             "lead": 1340}
     assert rows["unseen"]["step_of_warning"] is None and rows["unseen"]["step_of_failure"] == 1540
     assert rows["after"]["lead"] == 1540 - 2400 < 0
     assert rows["stable"]["step_of_warning"] is None and rows["stable"]["step_of_failure"] is None
-    assert rows["alarm"]["signal"] == "wq_ratio" and rows["alarm"]["step_of_warning"] == 1000
-    lines = [(line["thresholds"], line["detected"], line["failed"], line["median_lead"], line["false_alarms"],
-              line["stable"]) for line in found["thresholds"]]
-    assert lines == [(Config().monitor_thresholds, 2, 4, 990, 1, 2), ({"ties": 0.25}, 2, 4, 990, 2, 2),
-                     ({"ties": 0.6}, 1, 4, 640, 0, 2), ({"wq_ratio": 3}, 0, 4, None, 1, 2),
-                     ({"row_max": 100}, 0, 4, None, 0, 2)]
+    assert rows["away"]["signal"] == "wq_ratio" and rows["away"]["step_of_warning"] == 1000
+    assert [name for name, row in rows.items() if row["step_of_runaway"] is not None] == ["away"]
+    assert rows["away"]["step_of_runaway"] == 1000
+    lines = [tuple(line[key] for key in ("thresholds", "detected", "failed", "median_lead", "runaways_detected",
+                                         "only_ran_away", "false_alarms", "neither")) for line in found["thresholds"]]
+    assert lines == [(Config().monitor_thresholds, 2, 4, 990, 1, 1, 1, 2), ({"ties": 0.25}, 2, 4, 990, 1, 1, 2, 2),
+                     ({"ties": 0.6}, 1, 4, 640, 0, 1, 0, 2), ({"wq_ratio": 3}, 0, 4, None, 1, 1, 0, 2),
+                     ({"row_max": 100}, 0, 4, None, 0, 1, 0, 2)]
     text = capsys.readouterr().out
     assert "ties > 0.4, wq_ratio > 3 (default)" in text and "ties > 0.6" in text and "2 of 4" in text
 
 
-def test_recorded_runs(capsys, tmp_path):
-    """Those of results/mini: the failing one is warned of long before, with its layer and head, and no other."""
-    out = tmp_path / "monitor.json"
-    runs = [str(path) for path in sorted((ROOT / "results" / "mini").glob("*.jsonl.xz"))]
+def test_recorded_runs(monkeypatch, capsys, tmp_path):
+    """results/mini/monitor.json is that of the logs kept there; the failing run is warned of long before, with its
+    layer and head, its twin is not."""
+    monkeypatch.chdir(ROOT)
+    out, folder = tmp_path / "monitor.json", Path("results/mini")
+    runs = [str(path) for kept in ("*.xz", "scan/*.xz", "rates/seed*/*.xz") for path in sorted(folder.glob(kept))]
     assert monitor.main([*runs, "--json", str(out)]) == 0
+    found = json.loads(out.read_text())
+    assert found == json.loads((folder / "monitor.json").read_text()), "make it again, by the command in its README"
+    rows, line = {row["name"]: row for row in found["runs"]}, found["thresholds"][0]
     (default,) = [line for line in capsys.readouterr().out.splitlines() if "(default)" in line]
-    assert default.split()[-7:] == ["1", "of", "1", "4730", "0", "of", "3"]
-    (warned,) = [r for r in json.loads(out.read_text())["runs"] if r["step_of_warning"] is not None]
-    assert [warned[key] for key in ("name", "step_of_warning", "layer", "head", "signal", "step_of_failure")] == [
-        "seed1_b64_flash_bf16", 3300, 1, 2, "ties", 8030]
+    assert default.split("(default)")[1].split() == (
+        f"{line['detected']} of {line['failed']} {line['median_lead']:.4g} {line['runaways_detected']} of "
+        f"{line['only_ran_away']} {line['false_alarms']} of {line['neither']}").split()
+    assert [rows["seed1_b64_flash_bf16"][key] for key in (
+        "step_of_warning", "layer", "head", "signal", "step_of_runaway", "step_of_failure")] == [
+        3300, 1, 2, "ties", 3800, 8030]
+    assert rows["seed1_b64_delta_dp_p"]["step_of_warning"] is None
 
 
 def test_refused(tmp_path, capsys):

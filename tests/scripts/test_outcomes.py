@@ -201,8 +201,9 @@ def test_a_run_that_went_on_past_the_last_step_is_finished_whatever_it_logged(tm
 
 
 @pytest.mark.parametrize("seed, change, message", [
-    (2, {"batch_size": 32}, "in {b}, is not of the experiment of delta_dp_p of seed 1: batch_size is 32 and 64; leave"),
-    (1, {"batch_size": 32}, "in {b}, is not of the experiment of delta_dp_p of seed 1: batch_size is 32 and 64; leave"),
+    (2, {"batch_size": 32}, "delta_dp_p of seed 2, in {b}, has batch_size=32, and delta_dp_p of seed 1, in {a}, "
+                            "batch_size=64: they are not of one experiment; leave one out"),
+    (1, {"batch_size": 32}, "delta_dp_p of seed 1, in {b}, has batch_size=32, and delta_dp_p of seed 1, in {a}, "),
     (1, {"fails_at": 60}, "finished runs of one arm and seed differ: {a} is stable, {b} failed at step 60; leave all")])
 def test_runs_that_do_not_belong_together_are_refused(tmp_path, capsys, seed, change, message):
     a = write_run(tmp_path / "a/seed1/delta_dp_p", 1, 100, delta="dp_p")

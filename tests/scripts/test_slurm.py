@@ -24,12 +24,12 @@ def test_two_nodes_and_a_job_that_was_stopped(tmp_path):
     slurm = dict(SLURM_SUBMIT_DIR=str(ROOT), SLURM_NNODES="2")
     first = submit(tmp_path, *args, **slurm)
     assert first.returncode == 0, first.stderr
-    assert "--nnodes=2 --nproc_per_node=4 " in first.stdout and "--rdzv_endpoint=first:29500" in first.stdout
-    assert first.stdout.rstrip().endswith(f"train.py {' '.join(args)}")
+    assert "scripts/ranks.py 4 --nnodes=2 " in first.stdout
+    assert first.stdout.rstrip().endswith(f"--rdzv_endpoint=first:29500 {' '.join(args)}")
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "ckpt_00000005.pt").touch()
     again = submit(tmp_path, *args, **slurm)
-    assert again.stdout.rstrip().endswith(f"train.py {' '.join(args)} --init_from=resume")
+    assert again.stdout.rstrip().endswith(f" {' '.join(args)} --init_from=resume")
 
 
 def test_refused(tmp_path):

@@ -1,6 +1,5 @@
 """Every script says that it cannot write what it is to write before it reads or computes anything."""
 
-import errno
 import importlib
 import re
 from pathlib import Path
@@ -8,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from scripts.targets import check_targets, write_text
+from scripts.targets import check_targets
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 # By script: what else its command needs, none of which exists, and the flags that name a FILE or a FOLDER.
@@ -70,25 +69,3 @@ def test_two_files_of_one_name_and_what_belongs_to_a_run(tmp_path):
         (tmp_path / name).touch()
         with pytest.raises(OSError, match=f"{name} cannot be written: it is there and belongs to a run"):
             check_targets(tmp_path / name)
-
-
-def test_what_was_there_stays_until_all_of_the_text_is(tmp_path, monkeypatch):
-    (tmp_path / "kept").mkdir()
-    file, link = tmp_path / "kept/table.json", tmp_path / "link.json"
-    write_text(file, "before")
-    link.symlink_to(file)
-
-    def half(path, content):
-        with open(path, "wb") as opened:
-            opened.write(content[:2])
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    with monkeypatch.context() as full:
-        full.setattr(Path, "write_bytes", half)
-        with pytest.raises(OSError, match=rf"{file} could not be written \(No space left on device\).*make room"):
-            write_text(link, "now")
-    assert file.read_text() == "before" and [path.name for path in file.parent.iterdir()] == ["table.json"]
-    write_text(link, "now")
-    assert file.read_text() == "now" and link.is_symlink()
-    write_text("/dev/null", "now")
-    assert Path("/dev/null").is_char_device()

@@ -119,7 +119,8 @@ def test_it_runs_and_goes_on_where_it_was(runner, corpus):
     command[command.index("--arms") + 1:command.index("--arms") + 1] = ["pv_fp32", "o_fp32_worst_head"]
     command += ["--kept", str(kept)]
     out, err = runner.start([*command, "--weight_decay=0.3"]).communicate(timeout=120)
-    assert "is not of the experiment of" in err and "weight_decay is 0.3 and" in err and "started" not in out, err
+    assert f"in {runner.root / 'elsewhere'}, has weight_decay=0.3, and " in err and "started" not in out, err
+    assert f", in {kept / 'seed1'}, weight_decay=" in err, err
     out, err = runner.start(command).communicate(timeout=120)
     assert out.count("started") == 2 and "pv_fp32: started" in out and "o_fp32_worst_head: started" in out, (out, err)
     more = json.loads((runner.root / "elsewhere/isolation.json").read_text())

@@ -12,6 +12,7 @@ import torch
 from tiny_runs import ROOT, Run
 
 from replay.order import OrderFile
+from scripts import ranks
 
 # What each rank executes: runs of train.py one after the other, each in a process group of its own; a run may send
 # this process a signal when a rank begins a micro-batch. Without torchrun, whose own start takes seconds.
@@ -155,15 +156,46 @@ def test_torchrun(runner):
     assert run.steps[-1] == run.records[-1]["step"] + 1 and f"stopped by a signal at step {run.steps[-1]}" in run.stdout
 
 
-def test_two_nodes(runner):
-    """The two-node command of the README, each node with one rank and an agent of its own, on one machine."""
-    port, flags = free_port(), dict(max_iters=3, **FLAGS)
-    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=1", "--rdzv_backend=c10d",
-               f"--rdzv_endpoint=127.0.0.1:{port}", "train.py", *runner.argv("run", **flags)]
-    # Over loopback here; between machines gloo and NCCL find the interface by the host's name.
-    nodes = [runner.start(command, GLOO_SOCKET_IFNAME="lo") for _ in range(2)]
-    output = [node.communicate(timeout=120) for node in nodes]
-    assert [node.returncode for node in nodes] == [0, 0], output
-    run = runner.finished("run")
-    assert run.info["world_size"] == 2 and sum("over 2 rank(s)" in out for out, _ in output) == 1
-    assert run.losses == pytest.approx(runner("one", **flags).losses, rel=1e-4)
+@pytest.fixture
+def sbatch(runner, tmp_path):
+    """scripts/slurm/train.sbatch on two nodes of one rank, which are this machine: srun's stand-in starts both tasks,
+    and ends as it does with the highest of their statuses."""
+    (tmp_path / "bin").mkdir()
+    for name, text in (("scontrol", "echo 127.0.0.1"),
+                       ("srun", 'shift 2; "$@" & "$@"; a=$?; wait $!; b=$?; exit $((a > b ? a : b))')):
+        (tmp_path / "bin" / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / "bin" / name).chmod(0o755)
+
+    def submit(name, **flags):
+        # Over loopback here; between machines gloo and NCCL find the interface by the host's name.
+        job = runner.start(["bash", "scripts/slurm/train.sbatch", "configs/cpu_standard.toml",
+                            *runner.argv(name, **flags)], PATH=f"{tmp_path / 'bin'}:{os.environ['PATH']}",
+                           PYTHON=sys.executable, SLURM_SUBMIT_DIR=str(ROOT), SLURM_JOB_ID="7", SLURM_NNODES="2",
+                           SLURM_JOB_NODELIST="n[1-2]", SLURM_GPUS_ON_NODE="1", MASTER_PORT=free_port(),
+                           GLOO_SOCKET_IFNAME="lo")
+        return runner.wait(job, name, timeout=120)
+    return submit
+
+
+def test_two_nodes(runner, sbatch):
+    """A run; and one whose gradient is not finite, which both nodes meet: torchrun would end with 1."""
+    run = sbatch("run", max_iters=3, **FLAGS)
+    assert run.code == 0, run
+    assert run.info["world_size"] == 2 and run.stdout.count("over 2 rank(s)") == 1
+    assert run.losses == pytest.approx(runner("one", max_iters=3, **FLAGS).losses, rel=1e-4)
+    wild = sbatch("wild", learning_rate=1e30, warmup_iters=0, grad_clip=0, max_iters=9, **FLAGS)
+    assert wild.code == 3 and "Traceback" not in wild.stderr, wild
+    assert wild.stderr.count("train.py: stopped: ") == 1
+
+
+@pytest.mark.parametrize("argv, words", [([], "nothing is no number of ranks"), (["x"], "x is no number of ranks"),
+                                         (["2", "--nnodes=2"], "no CONFIG.toml"),
+                                         (["2", "--nnodes=2", "configs/cpu_standard.toml",
+                                           "--gradient_accumulation_steps=6"], "not divisible by the 4 ranks")])
+def test_what_ranks_refuses(argv, words, capfd, monkeypatch):
+    """Before any rank is started, those of all nodes counted."""
+    monkeypatch.setattr(ranks.run, "main", lambda command: pytest.fail(f"started {command}"))
+    monkeypatch.setattr(ranks.logging, "disable", lambda: None)
+    monkeypatch.setenv("WORLD_SIZE", "1")  # afterwards as before
+    assert ranks.main(argv) == 2
+    assert words in capfd.readouterr().err
