@@ -24,8 +24,11 @@ from metrics import MetricsError, to_json
 from scripts.runs import CompareError, Run, load_runs
 from scripts.targets import check_targets
 
+# What counts as a score that ran away: ten times QK-Clip's limit (Kimi K2, section 2.1). Chosen after seeing 42 runs of
+# results/mini/rates, in which it tells every flash_bf16 from every delta=dp_p, where W_Q's norm does not.
+LARGE_SCORE = 1000.0
 SWEEP = {"ties": (0.2, 0.25, 0.3, 0.35, 0.4, 0.5, 0.6), "wq_ratio": (1.5, 2, 2.5, 3, 4, 6),
-         "wq_norm": (10, 20, 30, 40, 60), "row_max": (50, 100, 200, 300, 500)}
+         "wq_norm": (10, 20, 30, 40, 60), "row_max": (50, 100, 200, 300, 500, 1000)}
 
 
 def first_alarm(records: Sequence[dict], thresholds: dict[str, float], before: int | None = None) -> Alarm | None:
@@ -49,6 +52,12 @@ def runaway(records: Sequence[dict]) -> Alarm | None:
     (the default of monitor_wq_ratio), which may be thousands of steps before the loss fails. None where none did, and
     where the run was not `probed`."""
     return first_alarm(records, {"wq_ratio": Config().monitor_wq_ratio})
+
+
+def scores_ran_away(records: Sequence[dict]) -> Alarm | None:
+    """Where scores ran away: the first layer whose largest score, in the median of five probes, passed `LARGE_SCORE`. A
+    W_Q may grow while its scores do not, and they may while it stays below `runaway`'s ratio. None as there."""
+    return first_alarm(records, {"row_max": LARGE_SCORE})
 
 
 def judge(runs: Sequence[Run], thresholds: dict[str, float]) -> dict:
