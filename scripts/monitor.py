@@ -21,7 +21,7 @@ from diagnostics.monitor import FIRST, SIGNALS, Alarm, MonitorRule
 from failure import failure_of
 from files import write_text
 from metrics import MetricsError, to_json
-from scripts.runs import CompareError, Run, load_runs
+from scripts.runs import CompareError, Run, columns, load_runs
 from scripts.targets import check_targets
 
 SWEEP = {"ties": (0.2, 0.25, 0.3, 0.35, 0.4, 0.5, 0.6), "wq_ratio": (1.5, 2, 2.5, 3, 4, 6),
@@ -80,10 +80,8 @@ def by_run(run: Run, thresholds: dict[str, float]) -> dict:
 
 
 def table(lines: Sequence[Sequence]) -> str:
-    cells = [["-" if cell is None else f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in line]
-             for line in lines]
-    first, *others = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    return "\n".join("  ".join([line[0].ljust(first), *map(str.rjust, line[1:], others)]) for line in cells)
+    return "\n".join(columns([["-" if cell is None else f"{cell:.4g}" if isinstance(cell, float) else str(cell)
+                               for cell in line] for line in lines]))
 
 
 def main(argv: list[str] | None = None) -> int:
