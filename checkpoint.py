@@ -18,6 +18,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from files import sync_folder
+
 _NAME = re.compile(r"ckpt_(\d{8,})\.pt")
 _PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype, torch.Size, torch.device)
 
@@ -141,7 +143,7 @@ def _publish(path: Path, step: int, state: dict, keep: int) -> None:
             leftover.unlink()
         _write({"step": step, **state}, temporary)
         os.replace(temporary, path)
-        _sync_folder(out_dir)
+        sync_folder(out_dir)
     except OSError as error:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
@@ -248,15 +250,6 @@ def _prune(out_dir: Path, step: int, keep: int) -> None:
     # and one that was killed between a save and this has one too many.
     for old in older[:-keep][:2]:
         old.unlink()
-
-
-def _sync_folder(folder: Path) -> None:
-    """Forces the rename itself to disk: without it a power cut may bring the old folder back."""
-    fd = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def _floating(value, name: str, path: Path):

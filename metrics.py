@@ -13,6 +13,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from files import write_text
 from mirror import Wandb
 
 _TO_JSON = {math.inf: "Infinity", -math.inf: "-Infinity"}
@@ -188,15 +189,10 @@ class Metrics:
             self.say(f"resumed with other settings than the run began with: {', '.join(told)}")
 
     def _write_header(self) -> None:
-        temporary = self._header.with_name("run.json.tmp")
         try:
-            with open(temporary, "w", encoding="utf-8") as file:
-                file.write(to_json(self._run, indent=1) + "\n")
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, self._header)
+            write_text(self._header, to_json(self._run, indent=1) + "\n")
         except OSError as error:
-            raise MetricsError(f"{self._header} could not be written ({error.strerror})") from error
+            raise MetricsError(str(error)) from error
 
 
 def _plain(value, floats: bool = False):

@@ -21,6 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
+from files import sync_folder
 from replay.header import Header, OrderError, differences, order_hash, read_header
 
 __all__ = ["Header", "OrderError", "OrderFile", "Recorder", "check_continues", "order_hash"]
@@ -145,7 +146,7 @@ class Recorder(_Rows):
             if len(start) < len(wanted) and wanted.startswith(start):  # new, or killed while the header was written
                 _write(fd, wanted, 0, path, "the header")
                 _sync(fd, path)
-                _sync_folder(path.parent)  # or a power cut may keep a checkpoint and lose the file itself
+                sync_folder(path.parent)  # or a power cut may keep a checkpoint and lose the file itself
             super().__init__(path, fd)
             _check_same_run(path, self.header, header)
             os.ftruncate(fd, self._first + self.rows * self.header.row_bytes)
@@ -212,11 +213,3 @@ def _sync(fd: int, path: Path):
         os.fsync(fd)
     except OSError as error:
         raise OrderError(f"{path} did not reach the disk ({error.strerror}); free some space and resume") from None
-
-
-def _sync_folder(folder: Path):
-    fd = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

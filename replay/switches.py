@@ -7,10 +7,10 @@ name. Of two for one layer the later one counts. The file is replaced atomically
 
 import json
 import math
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from files import write_text
 from replay.header import OrderError
 
 VERSION = 1
@@ -67,13 +67,7 @@ def read_switches(path: Path) -> list[Switch]:
 
 def write_switches(path: Path, switches: list[Switch]) -> None:
     """Errors: OrderError where it does not reach the disk."""
-    temporary = path.with_name(path.name + ".tmp")
     try:
-        with open(temporary, "w", encoding="utf-8") as file:
-            json.dump({"version": VERSION, "switches": plain(switches)}, file, indent=1)
-            file.write("\n")
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
+        write_text(path, json.dumps({"version": VERSION, "switches": plain(switches)}, indent=1) + "\n")
     except OSError as error:
-        raise OrderError(f"{path} could not be written ({error.strerror}); free some space and resume") from None
+        raise OrderError(str(error)) from None

@@ -21,7 +21,7 @@ from files import write_text
 from metrics import MetricsError, to_json
 from replay.order import OrderError
 from scripts.monitor import probed, runaway, scores_ran_away
-from scripts.runs import CompareError, Run, common_steps, difference, load_runs, nan_last
+from scripts.runs import CompareError, Run, columns, common_steps, difference, load_runs, nan_last
 from scripts.targets import check_targets
 
 TIES, TIES_HEAD, WQ_NORM = "probe/ties/layer", "probe/ties_head/layer", "probe/wq_norm/layer"
@@ -80,7 +80,7 @@ def table(result: dict) -> str:
                       _where(row, "ran_away", "runaway"), _where(row, "scores_ran_away", "scores")))
     text = [f"reference: {result['reference']}; loss and differences in nats per token"
             + (f"; {result['label']}" if result["label"] else "")]
-    text += _columns(lines)
+    text += columns(lines)
     text += _sampled_differences(result)
     for key, title, form in (("ties", "share of rows with tied maxima, last (largest)", ".4f"),
                              ("wq_norm", "largest spectral norm of a head's W_Q, last (largest)", ".2f")):
@@ -89,7 +89,7 @@ def table(result: dict) -> str:
         for row in result["runs"]:
             cells = (row[key].get(layer) for layer in layers)
             lines.append((row["name"], *(f"{c['last']:{form}} ({c['max']:{form}})" if c else "-" for c in cells)))
-        text += ["", title, *_columns(lines)] if layers else []
+        text += ["", title, *columns(lines)] if layers else []
     return "\n".join(text)
 
 
@@ -104,7 +104,7 @@ def _sampled_differences(result: dict, count: int = 8) -> list[str]:
     for row in others:
         at = dict(zip(row["difference"]["steps"], row["difference"]["signed"], strict=True))
         lines.append((row["name"], *(_number(at.get(step), "+.2e") for step in sample)))
-    return ["", f"loss minus {result['reference']}'s at single steps (absolute: without the sign)", *_columns(lines)]
+    return ["", f"loss minus {result['reference']}'s at single steps (absolute: without the sign)", *columns(lines)]
 
 
 def plot(runs: Sequence[Run], result: dict, path: str | Path) -> None:
@@ -176,11 +176,6 @@ def plot_layers(runs: Sequence[Run], path: str | Path) -> None:
                           for line in axis.lines if line.get_label().startswith("layer ")})
     whole_ticks(figure)
     save(figure, path, dpi=130)
-
-
-def _columns(lines: Sequence[Sequence[str]]) -> list[str]:
-    first, *others = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return ["  ".join([line[0].ljust(first), *map(str.rjust, line[1:], others)]) for line in lines]
 
 
 def _mean(values: list[float]) -> float | None:

@@ -38,6 +38,7 @@ from metrics import MetricsError, read_metrics, to_json
 from model import GPT
 from plan import Plan, prepare
 from replay.order import OrderFile
+from scripts.runs import Run
 from scripts.targets import check_targets
 
 
@@ -137,15 +138,10 @@ def row_of(config, plan: Plan, step: int):
 
 
 def _history(run: Path, n_layer: int) -> dict:
-    records = read_metrics(run)
-
-    def series(key):
-        found = [(r["step"], r[key]) for r in records if r.get(key) is not None]
-        return [[step for step, _ in found], [value for _, value in found]]
-
+    log = Run(run, True, {}, read_metrics(run), run.name)
     names = ("ties", "wq_norm", *(f"norm_{kind}" for kind in KINDS))
     probed = [f"{name}/layer{i}" for name in names for i in range(n_layer)]
-    return {"val_loss": series("val_loss"), **{name: series(f"probe/{name}") for name in probed}}
+    return {"val_loss": list(log.series("val_loss")), **{name: list(log.series(f"probe/{name}")) for name in probed}}
 
 
 def write(scene: Scene, out: Path) -> dict:

@@ -21,7 +21,7 @@ from diagnostics.monitor import FIRST, SIGNALS, Alarm, MonitorRule
 from failure import failure_of
 from files import write_text
 from metrics import MetricsError, to_json
-from scripts.runs import CompareError, Run, load_runs
+from scripts.runs import CompareError, Run, columns, load_runs
 from scripts.targets import check_targets
 
 # What counts as a score that ran away: ten times QK-Clip's limit (Kimi K2, section 2.1). Chosen after seeing 42 runs of
@@ -89,10 +89,8 @@ def by_run(run: Run, thresholds: dict[str, float]) -> dict:
 
 
 def table(lines: Sequence[Sequence]) -> str:
-    cells = [["-" if cell is None else f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in line]
-             for line in lines]
-    first, *others = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    return "\n".join("  ".join([line[0].ljust(first), *map(str.rjust, line[1:], others)]) for line in cells)
+    return "\n".join(columns([["-" if cell is None else f"{cell:.4g}" if isinstance(cell, float) else str(cell)
+                               for cell in line] for line in lines]))
 
 
 def main(argv: list[str] | None = None) -> int:

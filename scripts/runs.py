@@ -49,6 +49,12 @@ def nan_last(value: float) -> float:
     return math.inf if math.isnan(value) else value
 
 
+def columns(lines: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of a table: the first column begins at one place, the others end at one."""
+    first, *others = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return ["  ".join([line[0].ljust(first), *map(str.rjust, line[1:], others)]) for line in lines]
+
+
 def load_run(path: str | Path) -> Run:
     """Errors: MetricsError where files are missing or damaged, CompareError for a run without a loss."""
     file, info = find_metrics(path), read_run(path)

@@ -53,5 +53,6 @@ def test_absent(tmp_path):
 
 
 def test_no_room(tmp_path):
+    (tmp_path / "file").touch()
     with pytest.raises(OrderError, match="could not be written"):
-        write_switches(tmp_path / "nowhere" / "order.switches.json", [])
+        write_switches(tmp_path / "file/order.switches.json", [])
