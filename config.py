@@ -119,7 +119,7 @@ class Config:
     monitor_ties: float = 0.4  # warn above this share of tied rows of a head, median of 5 measurements; 0 is off
     monitor_wq_ratio: float = 3.0  # warn above this norm of a head's W_Q over the median of all heads; 0 is off
     monitor_wq_norm: float = 0.0  # warn above this spectral norm of a head's W_Q; 0 is off
-    monitor_row_max: float = 0.0  # warn above this largest score of a layer, median of 5 measurements; 0 is off
+    monitor_row_max: float = 1000.0  # warn above this largest score of a layer, median of 5 measurements; 0 is off
     stop_when_failed: bool = False  # end the run, exit status 4, where it counts as failed (failure.FailureRule)
     on_nonfinite: Literal["stop", "skip", "ignore"] = "stop"  # what a non-finite gradient does, before the update
 
