@@ -42,6 +42,8 @@ CHOICES = {
     "kernel": ("auto", "triton", "emulated"),
 }
 
+SMALLEST_FP8 = {"fp8_e4m3": 2.0**-9, "fp8_e5m2": 2.0**-16}  # a P below half of it is cast to 0
+
 FULL = 0  # tile_k: one tile of the whole sequence, no tiling
 
 # A shift c that many rows share makes their P exp(-c), once for all. Two things must hold, or it biases them all: BF16
@@ -149,6 +151,13 @@ class AttentionSpec:
             raise ValueError(f"shift_cap={self.shift_cap} must be positive (inf is the paper's uncapped rule)")
         if self.stabilizer == "capped" and self.shift_cap == math.inf:
             raise ValueError("stabilizer=capped needs a finite shift_cap; the uncapped rule is stabilizer=paper")
+        bound = "fixed_shift" if self.stabilizer == "fixed" else "shift_cap"
+        least = SMALLEST_FP8.get(self.probs, 0.0)
+        if self.stabilizer in ("paper", "capped", "unconditional", "fixed") and math.exp(-getattr(self, bound)) < least:
+            raise ValueError(f"probs={self.probs} with stabilizer={self.stabilizer} and {bound}="
+                             f"{getattr(self, bound):g}: the largest P of a row may be exp of minus that, which "
+                             f"{self.probs} makes 0, and O with it; give a {bound} below {-math.log(least):.2g}, or "
+                             "probs=bf16")
 
     @property
     def stores_fp32(self) -> bool:
