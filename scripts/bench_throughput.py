@@ -332,8 +332,12 @@ def report(rows: list[dict], known: list[dict]) -> None:
 
 
 def merge(path: Path, rows: list[dict]) -> list[dict]:
-    """Rows of the file with `rows` in the place of those that they measure again."""
-    old = json.loads(path.read_text())["rows"] if path.exists() else []
+    """Rows of the file with `rows` in the place of those that they measure again. Errors: ConfigError for a file that
+    is not of this script."""
+    try:
+        old = json.loads(path.read_text())["rows"] if path.is_file() else []
+    except (ValueError, LookupError, TypeError) as error:
+        raise ConfigError(f"{path} is no --out of this script ({error!r}); give another name") from None
     new = {tuple(row.get(k) for k in KEY) for row in rows}
     return [row for row in old if tuple(row.get(k) for k in KEY) not in new] + rows
 
@@ -365,6 +369,8 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         raise ConfigError(f"--rounds={options.rounds} --steps={options.steps} --seconds={options.seconds}: give at "
                           "least one round and step, and a number of seconds")
     check_targets(options.out)
+    if options.out:
+        merge(options.out, [])  # what is there is told before anything is measured
     return options, rest
 
 
