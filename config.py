@@ -72,7 +72,7 @@ class Config:
     pv: str | None = None  # fp32 | bf16 | stochastic: rounding of each tile's P V and of the running O
     output: str | None = None  # bf16 | fp32 | stochastic: the stored O
     output_heads: str = ""  # heads that keep an FP32 O: "1:0,6,7;3:2" is LAYER:HEADS;LAYER:HEADS
-    delta: str | None = None  # do_o | do_o_exact | dp_p | do_o_recomputed: how the backward pass gets delta
+    delta: str | None = None  # do_o | do_o_exact | dp_p | dp_p_normalized | do_o_recomputed: the backward pass's
     stabilizer: str | None = None  # none | paper | capped | clamp | fixed | unconditional | lazy_max
     beta: float | None = None  # Algorithm 3's factor on a repeated positive maximum
     epsilon: float | None = None  # scores within epsilon of the row maximum count as equal to it
@@ -119,7 +119,7 @@ class Config:
     monitor_ties: float = 0.4  # warn above this share of tied rows of a head, median of 5 measurements; 0 is off
     monitor_wq_ratio: float = 3.0  # warn above this norm of a head's W_Q over the median of all heads; 0 is off
     monitor_wq_norm: float = 0.0  # warn above this spectral norm of a head's W_Q; 0 is off
-    monitor_row_max: float = 0.0  # warn above this largest score of a layer, median of 5 measurements; 0 is off
+    monitor_row_max: float = 1000.0  # warn above this largest score of a layer, median of 5 measurements; 0 is off
     stop_when_failed: bool = False  # end the run, exit status 4, where it counts as failed (failure.FailureRule)
     on_nonfinite: Literal["stop", "skip", "ignore"] = "stop"  # what a non-finite gradient does, before the update
 

@@ -168,14 +168,15 @@ def _delta(do, q, k, v, o, lse, spec):
     """delta (B*H, T): rowsum(dO O), or an equivalent that never sees the rounded O (one more pass over the tiles)."""
     if spec.delta in ("do_o", "do_o_exact"):
         return (do * o).sum(-1)
-    delta, again = torch.zeros_like(lse), torch.zeros_like(q)
+    delta, total, again = torch.zeros_like(lse), torch.zeros_like(lse), torch.zeros_like(q)
     for keys, rows in tiles(q, spec):
         _, p = _probabilities(q[:, rows], k[:, keys], lse[:, rows], spec)
-        if spec.delta == "dp_p":
-            delta[:, rows] += _dp(do[:, rows], v[:, keys], spec).mul_(p).sum(-1)
-        else:
+        if spec.delta == "do_o_recomputed":
             again[:, rows] += _product(p, v[:, keys])
-    return delta if spec.delta == "dp_p" else (do * again).sum(-1)
+        else:
+            total[:, rows] += p.sum(-1)
+            delta[:, rows] += _dp(do[:, rows], v[:, keys], spec).mul_(p).sum(-1)
+    return {"dp_p": delta, "dp_p_normalized": delta / total, "do_o_recomputed": (do * again).sum(-1)}[spec.delta]
 
 
 def tiles(q: Tensor, spec: AttentionSpec):

@@ -133,7 +133,9 @@ def _is_matrix(x: Tensor) -> bool:
 
 
 def describe_launch(spec: AttentionSpec, head_size: int, device: torch.device | str, T: int, dtype: torch.dtype) -> str:
-    """One line for the run header: the tile, warps and stages of each kernel, for T tokens of this dtype."""
+    """One line for the run header: the tile, warps and stages of each kernel, for T tokens of this dtype. Errors:
+    ValueError for what the kernels do not take, so that a run is told before it starts."""
+    _check_sizes(spec, head_size)
     (generation, size, operands), launch = launch_for(spec, head_size, torch.device(device))
     (forward,) = launch.forward.values()
     tiles = {name: tile if _whole(tile, T, head_size, dtype) else tile.with_pointers()
@@ -274,11 +276,15 @@ def _on(device: torch.device):
 
 def _check(q: Tensor, spec: AttentionSpec) -> None:
     check_available(q.device)
-    if q.shape[-1] > LARGEST_HEAD:
-        raise ValueError(f"the kernels take head sizes up to {LARGEST_HEAD}, got {q.shape[-1]}; use kernel=emulated")
+    _check_sizes(spec, q.shape[-1])
     if q.dtype == torch.float64:
         raise ValueError("the kernels compute in FP32 and would round float64 tensors; use kernel=emulated")
     if INTERPRET and q.dtype != torch.float32:
         raise ValueError(f"Triton's interpreter has no {q.dtype} arithmetic; carry BF16 values in float32 tensors")
+
+
+def _check_sizes(spec: AttentionSpec, head_size: int) -> None:
+    if head_size > LARGEST_HEAD:
+        raise ValueError(f"the kernels take head sizes up to {LARGEST_HEAD}, got {head_size}; use kernel=emulated")
     if max(spec.output_heads, default=0) > 62:
         raise ValueError(f"output_heads={spec.output_heads}: the kernels take heads up to 62; use kernel=emulated")

@@ -305,8 +305,8 @@ def dq_kernel(p_q, p_k, p_v, d_q, d_k, d_v, d_do, p_o, p_rest, p_do, p_lse, p_de
     """alpha * delta, stored for the dK/dV kernel, and dQ = dS K, of one block of rows (paper Algorithm 2).
 
     dO is read here anyway, so delta costs one read of O and, where p_rest is not None, of what its rounding left over.
-    The other two rules take one more pass over the keys: rowsum(dP P), or rowsum(dO (P V)), which is the same sum with
-    a dP that was not rounded.
+    The other rules take one more pass over the keys: rowsum(dP P), that over rowsum(P), or rowsum(dO (P V)), which is
+    the first with a dP that was not rounded.
     """
     blocks = tl.cdiv(T, BLOCK_M)
     block, head = assign(blocks, HEADS, GROUP)
@@ -332,15 +332,21 @@ def dq_kernel(p_q, p_k, p_v, d_q, d_k, d_v, d_do, p_o, p_rest, p_do, p_lse, p_de
         delta = tl.sum(b_do.to(tl.float32) * b_o, 1)
     else:
         delta = tl.zeros((BLOCK_M,), tl.float32)
+        total = tl.zeros((BLOCK_M,), tl.float32)
         for n in range(0, end, BLOCK_N):
             b_k = operand(load_tile(p_k, d_k, token, col * skh, n, skt, T, BLOCK_N, D, DP, not EVEN, TMA), BF16)
             b_v = operand(load_tile(p_v, d_v, token, col * svh, n, svt, T, BLOCK_N, D, DP, not EVEN, TMA), BF16)
             x = scores(b_q, b_k, SCORES, SCALE, SOFTCAP, DOTS)
             x = mask(x, rows, n, BLOCK_N, MASKED)
             dp = dot(b_do, tl.trans(b_v), None, DOTS)
-            if SCORES == "bf16" and DELTA == "dp_p":
+            if SCORES == "bf16" and DELTA != "do_o_recomputed":
                 dp = round_bf16(dp)
-            delta += tl.sum(dp * tl.exp2((x - m[:, None]) * LOG2), 1)
+            b_p = tl.exp2((x - m[:, None]) * LOG2)
+            delta += tl.sum(dp * b_p, 1)
+            if DELTA == "dp_p_normalized":
+                total += tl.sum(b_p, 1)
+        if DELTA == "dp_p_normalized":
+            delta = delta / total
     delta = delta * ALPHA
     tl.store(p_delta + p_rows, delta, mask=rows < T)
 

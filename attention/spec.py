@@ -15,7 +15,8 @@ forward and backward pass (paper Algorithms 1 to 3; alpha = 1/sqrt(D)):
     O = O / l             output      what is stored, and what the backward pass reads
     L = m + log l         FP32, always
     delta                 delta       rowsum(dO O) in FP32, of O as stored or plus BF16 of what its rounding left over;
-                                      rowsum(dP P); rowsum(dO (P V)) with P V made again in FP32
+                                      rowsum(dP P), or that over rowsum(P), which is not 1 where scores are so large
+                                      that FP32 holds L coarsely; rowsum(dO (P V)) with P V made again in FP32
     dS = P (dP - delta)   FP32, always; dQ, dK, dV are summed in FP32 and cast once
 
 Imports nothing of ours, so that anything may import it.
@@ -35,11 +36,13 @@ CHOICES = {
     "row_sum": ("fp32", "bf16"),
     "pv": ("bf16", "fp32", "stochastic"),
     "output": ("bf16", "fp32", "stochastic"),
-    "delta": ("do_o", "do_o_exact", "dp_p", "do_o_recomputed"),
+    "delta": ("do_o", "do_o_exact", "dp_p", "dp_p_normalized", "do_o_recomputed"),
     "stabilizer": ("none", "paper", "capped", "clamp", "fixed", "unconditional", "lazy_max"),
     "dots": ("ieee", "tf32x3"),
     "kernel": ("auto", "triton", "emulated"),
 }
+
+SMALLEST_FP8 = {"fp8_e4m3": 2.0**-9, "fp8_e5m2": 2.0**-16}  # a P below half of it is cast to 0
 
 FULL = 0  # tile_k: one tile of the whole sequence, no tiling
 
@@ -148,6 +151,13 @@ class AttentionSpec:
             raise ValueError(f"shift_cap={self.shift_cap} must be positive (inf is the paper's uncapped rule)")
         if self.stabilizer == "capped" and self.shift_cap == math.inf:
             raise ValueError("stabilizer=capped needs a finite shift_cap; the uncapped rule is stabilizer=paper")
+        bound = "fixed_shift" if self.stabilizer == "fixed" else "shift_cap"
+        least = SMALLEST_FP8.get(self.probs, 0.0)
+        if self.stabilizer in ("paper", "capped", "unconditional", "fixed") and math.exp(-getattr(self, bound)) < least:
+            raise ValueError(f"probs={self.probs} with stabilizer={self.stabilizer} and {bound}="
+                             f"{getattr(self, bound):g}: the largest P of a row may be exp of minus that, which "
+                             f"{self.probs} makes 0, and O with it; give a {bound} below {-math.log(least):.2g}, or "
+                             "probs=bf16")
 
     @property
     def stores_fp32(self) -> bool:

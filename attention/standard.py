@@ -61,11 +61,12 @@ def forward(q: Tensor, k: Tensor, v: Tensor, rng: Tensor, spec: AttentionSpec,
         s, _ = _scores(q, k, spec, f)
         p = _softmax(s)
         out.copy_(f.cast(f.cast(p) @ v))
-        ties, row_max = _row_statistics(s, spec.epsilon)
+        row_max = _row_max(s)
         lse = row_max - p.amax(-1).log()  # the largest P of a row is 1 / l
-        ties = ties[:counted]
-        if not want_stats:
-            ties, row_max = ties.new_empty(NOTHING), row_max.new_empty(NOTHING)
+        if want_stats:
+            ties = _ties(s, row_max, spec.epsilon)[:counted]
+        else:
+            ties, row_max = q.new_empty(NOTHING, dtype=torch.int32), row_max.new_empty(NOTHING)
     return out, lse, ties, row_max, rest_like(out, spec)
 
 
@@ -140,7 +141,8 @@ def _statistics(q: Tensor, k: Tensor, spec: str) -> tuple[Tensor, Tensor]:
             stop = min(start + STATS_ROWS, T)
             s = (q[:, :, start:stop].to(acc) @ k[:, :, :stop].to(acc).mT).mul_(q.shape[-1] ** -0.5)
             future = torch.ones(s.shape[-2:], dtype=torch.bool, device=s.device).triu_(start + 1)
-            chunks.append(_row_statistics(s.masked_fill_(future, -torch.inf), epsilon))
+            row_max = _row_max(s.masked_fill_(future, -torch.inf))
+            chunks.append((_ties(s, row_max, epsilon), row_max))
     return tuple(torch.cat(x, -1) for x in zip(*chunks, strict=True))
 
 
@@ -150,8 +152,11 @@ def _(q, k, spec):
     return q.new_empty(rows, dtype=torch.int32), q.new_empty(rows, dtype=torch.promote_types(q.dtype, torch.float32))
 
 
-def _row_statistics(s: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
-    """How many scores of a row are within epsilon of its maximum, and the maximum; masked scores are -inf."""
-    row_max = s.amax(-1).to(torch.promote_types(s.dtype, torch.float32))
-    ties = (s >= (row_max - epsilon)[..., None]).sum(-1, dtype=torch.int32)
-    return ties, row_max
+def _row_max(s: Tensor) -> Tensor:
+    """The maximum of each row; masked scores are -inf."""
+    return s.amax(-1).to(torch.promote_types(s.dtype, torch.float32))
+
+
+def _ties(s: Tensor, row_max: Tensor, epsilon: float) -> Tensor:
+    """How many scores of a row are within epsilon of its maximum."""
+    return (s >= (row_max - epsilon)[..., None]).sum(-1, dtype=torch.int32)

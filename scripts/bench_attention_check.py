@@ -17,9 +17,10 @@ CHECKED = (((2, 4, 1000, 64), 1.0), ((2, 4, 512, 64), 4.0), ((1, 4, 512, 128), 1
 SWITCHES = [dict(backend=b) for b in ("flash_fa2", "flash_bf16", "stabilized", "flash_fp32")] + [
     dict(backend="flash_fp32", dots="ieee", tile_k=32), dict(backend="flash_fa2", scores="bf16"),
     dict(backend="flash_fa2", pv="bf16"), dict(probs="fp32"), dict(probs="fp8_e4m3"), dict(probs="fp8_e5m2"),
-    dict(row_sum="bf16"), dict(output="fp32"), dict(output="stochastic"), dict(output_heads=(0, 2)),
-    dict(delta="do_o_exact"), dict(delta="dp_p"), dict(delta="do_o_recomputed"), dict(softcap=30.0), dict(tile_k=0),
-    dict(tile_k=64), dict(tile_k=256), dict(tile_k=0, backend="stabilized")] + [
+    dict(row_sum="bf16"), dict(pv="stochastic"), dict(output="fp32"), dict(output="stochastic"),
+    dict(output_heads=(0, 2)), dict(delta="do_o_exact"), dict(delta="dp_p"), dict(delta="dp_p_normalized"),
+    dict(delta="do_o_recomputed"),
+    dict(softcap=30.0), dict(tile_k=0), dict(tile_k=64), dict(tile_k=256), dict(tile_k=0, backend="stabilized")] + [
     dict(stabilizer=s) for s in ("paper", "capped", "clamp", "fixed", "unconditional", "lazy_max")]
 
 

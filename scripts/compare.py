@@ -3,7 +3,8 @@
 RUN is a run's out_dir, or a metrics file (.jsonl, .jsonl.gz, .jsonl.xz) with its run.json beside it. The first one is
 the reference: every difference is RUN minus reference, at equal steps, so on the same sequences. Runs whose orders
 differ are refused with exit status 2; one that is shorter is compared on the steps they share. Beside the step at which
-a run failed (failure.FailureRule) stands where W_Q ran away (monitor.runaway), which may be thousands of steps before.
+a run failed (failure.FailureRule) stands where W_Q ran away (monitor.runaway) and where scores did
+(monitor.scores_ran_away), which may be thousands of steps before.
 """
 
 import argparse
@@ -19,7 +20,7 @@ from failure import failure_of
 from files import write_text
 from metrics import MetricsError, to_json
 from replay.order import OrderError
-from scripts.monitor import probed, runaway
+from scripts.monitor import probed, runaway, scores_ran_away
 from scripts.runs import CompareError, Run, columns, common_steps, difference, load_runs, nan_last
 from scripts.targets import check_targets
 
@@ -31,8 +32,8 @@ UNCHECKED = "DIFFERENT ORDERS: differences are not of the same batches"
 def compare(runs: Sequence[Run], allow_different_orders: bool = False) -> dict:
     """The comparison as plain values: {"reference", "same_order", "label", "runs": [...]}, losses in nats per token.
 
-    "ran_away" is None for a run that was not probed. Raises CompareError where orders differ, unless that is allowed;
-    the result then says so in "label".
+    "ran_away" and "scores_ran_away" are None for a run that was not probed. Raises CompareError where orders differ,
+    unless that is allowed; the result then says so in "label".
     """
     label, rows = "", []
     for run in runs:
@@ -46,13 +47,15 @@ def compare(runs: Sequence[Run], allow_different_orders: bool = False) -> dict:
         losses, validation = run.series("loss")[1], run.series("val_loss")[1]
         at, signed = difference(runs[0], run, shared)
         absolute = [abs(value) for value in signed]
-        alarm = runaway(run.records)
+        alarm, scores = runaway(run.records), scores_ran_away(run.records)
         norms = [norm for norm in run.series("grad_norm")[1] if math.isfinite(norm)]
         row = {"name": run.name, "attention": run.info.get("attention"), "steps": run.steps,
                "final_loss": losses[-1], "final_val_loss": validation[-1] if validation else None,
                "step_of_failure": failure_of(run.records),
                "ran_away": alarm is not None if probed(run.records) else None,
                "step_of_runaway": alarm and alarm.step, "layer_of_runaway": alarm and alarm.layer,
+               "scores_ran_away": scores is not None if probed(run.records) else None,
+               "step_of_scores": scores and scores.step, "layer_of_scores": scores and scores.layer,
                "max_grad_norm": max(norms, default=None), "common_steps": shared,
                "difference": {"steps": at, "signed": signed, "absolute": absolute,
                               "mean_signed": _mean(signed), "mean_absolute": _mean(absolute),
@@ -66,7 +69,7 @@ def compare(runs: Sequence[Run], allow_different_orders: bool = False) -> dict:
 def table(result: dict) -> str:
     """`compare`'s result as text, one line a run, and one a layer where ties were probed."""
     head = ("run", "steps", "loss", "val loss", "mean diff", "mean |diff|", "max |diff|", "max grad", "failed at",
-            "W_Q ran away")
+            "W_Q ran away", "scores ran away")
     lines = [head]
     for row in result["runs"]:
         diff = row["difference"]
@@ -74,7 +77,7 @@ def table(result: dict) -> str:
         lines.append((row["name"], str(row["steps"]), _number(row["final_loss"]), _number(row["final_val_loss"]),
                       _number(diff["mean_signed"], "+.2e"), _number(diff["mean_absolute"], ".2e"),
                       _number(diff["max_absolute"], ".2e"), _number(row["max_grad_norm"], ".3g"), failed,
-                      _where(row)))
+                      _where(row, "ran_away", "runaway"), _where(row, "scores_ran_away", "scores")))
     text = [f"reference: {result['reference']}; loss and differences in nats per token"
             + (f"; {result['label']}" if result["label"] else "")]
     text += columns(lines)
@@ -184,10 +187,10 @@ def _last_and_largest(steps: list[int], values: list[float]) -> dict:
     return {"last": values[-1], "max": largest, "step_of_max": step}
 
 
-def _where(row: dict) -> str:
-    if row["ran_away"] is None:
+def _where(row: dict, yes: str, event: str) -> str:
+    if row[yes] is None:
         return "not probed"
-    return f"{row['step_of_runaway']}, layer {row['layer_of_runaway']}" if row["ran_away"] else "-"
+    return f"{row[f'step_of_{event}']}, layer {row[f'layer_of_{event}']}" if row[yes] else "-"
 
 
 def _number(value: float | None, form: str = ".4f") -> str:

@@ -24,6 +24,7 @@ ARMS = {
     "flash_in_that_layer_only": Arm(("--attention_override={layer}=flash_bf16,default=standard",), FAILS, "3.2"),
     "standard_in_that_layer": Arm(("--attention_override={layer}=standard",), STABLE, "3.2"),
     "delta_dp_p": Arm(("--delta=dp_p",), STABLE, "3.2"),
+    "delta_dp_p_normalized": Arm(("--delta=dp_p_normalized",)),
     "o_exact_delta": Arm(("--delta=do_o_exact",)),
     "o_recomputed": Arm(("--delta=do_o_recomputed",), STABLE, "3.2"),
     "o_fp32": Arm(("--output=fp32", "--pv=fp32"), STABLE, "3.2"),
@@ -44,6 +45,7 @@ ARMS = {
     # and what takes it away there
     "fa2_o_fp32": Arm(("--attention=flash_fa2", "--output=fp32")),
     "fa2_delta_dp_p": Arm(("--attention=flash_fa2", "--delta=dp_p")),
+    "fa2_delta_dp_p_normalized": Arm(("--attention=flash_fa2", "--delta=dp_p_normalized")),
     "fa2_delta_exact": Arm(("--attention=flash_fa2", "--delta=do_o_exact")),
     "o_fp32_pv_bf16": Arm(("--output=fp32",)),
     "scores_fp32": Arm(("--scores=fp32",)),

@@ -1,8 +1,8 @@
 """What runs of one experiment came to: a line a run, a summary an arm, and a figure; from the runs' logs alone.
 
 What rates.py writes. A run has failed where failure.FailureRule says so, is stable where it has not within as many
-steps as the table is about, and is unfinished before that. Beside that stands whether W_Q ran away (monitor.runaway),
-which may take thousands of steps to reach the loss.
+steps as the table is about, and is unfinished before that. Beside that stands whether W_Q ran away (monitor.runaway)
+and whether scores did (monitor.scores_ran_away), which may take thousands of steps to reach the loss.
 """
 
 import dataclasses
@@ -15,12 +15,13 @@ from pathlib import Path
 
 from diagnostics.lines import pyplot, save
 from failure import WINDOW, failure_of, step_of_turn
-from scripts.monitor import probed, runaway
+from scripts.monitor import probed, runaway, scores_ran_away
 from scripts.runs import CompareError, Run, load_run, nan_last
 
 FAILS, STABLE, UNTRIED = "fails", "stable", "not tried"
 FIRST = "flash_bf16"  # the run that fails: it proposes the layer and the heads that other arms name
 PROPOSES = "probe/wq_norm_head/layer"
+EVENTS = {"step_of_scores": ":", "step_of_runaway": "--", "step_of_failure": "-"}  # and how they are drawn
 
 
 @dataclass(frozen=True)
@@ -110,20 +111,26 @@ def finished(run: Run, steps: int) -> bool:
 
 def row(arm: str, seed: int, run: Run | None, proposal: dict | None, steps: int) -> dict:
     """One line of the table, by the run's log alone. `failed` is None for a run that has neither failed nor reached
-    `steps`, and `ran_away` likewise, or for one that was not probed; `final_loss` is the mean of the last 50 logged
-    losses, in nats; `ties` and `wq_norm` are the proposed layer's at its last probe (share of rows with tied maxima in
-    its worst head; largest spectral norm of W_Q of a head)."""
+    `steps`, `ran_away` and `scores_ran_away` likewise, or for one that was not probed; `final_loss` is the mean of the
+    last 50 logged losses, in nats; `largest_score` is that of all layers and probes; `ties` and `wq_norm` are the
+    proposed layer's at its last probe (share of rows with tied maxima in its worst head; largest spectral norm of W_Q
+    of a head)."""
     found = dict.fromkeys(("arm", "seed", "failed", "step_of_failure", "final_loss", "last_step", "ran_away",
-                           "step_of_runaway", "layer", "ties", "wq_norm"))
+                           "step_of_runaway", "scores_ran_away", "step_of_scores", "largest_score", "layer", "ties",
+                           "wq_norm"))
     found |= {"arm": arm, "seed": seed}
     if run is None:
         return found
     failure, losses = failure_of(run.records), run.series("loss")[1]
-    alarm, done = runaway(run.records), finished(run, steps)
+    done = finished(run, steps)
+    alarms = {("ran_away", "step_of_runaway"): runaway(run.records),
+              ("scores_ran_away", "step_of_scores"): scores_ran_away(run.records)}
     found |= {"failed": failure is not None if done else None, "step_of_failure": failure,
-              "final_loss": statistics.fmean(losses[-WINDOW:]), "last_step": run.steps - 1,
-              "ran_away": True if alarm else False if done and probed(run.records) else None,
-              "step_of_runaway": alarm and alarm.step}
+              "final_loss": statistics.fmean(losses[-WINDOW:]), "last_step": run.steps - 1}
+    for (yes, at), alarm in alarms.items():
+        found |= {yes: True if alarm else False if done and probed(run.records) else None, at: alarm and alarm.step}
+    largest = [value for _, values in run.layers("probe/row_max/layer").values() for value in values]
+    found["largest_score"] = float(f"{max(largest, key=nan_last):.6g}") if largest else None  # as kept logs have it
     if proposal:
         found["layer"] = proposal["layer"]
         for name in ("ties", "wq_norm"):
@@ -134,7 +141,7 @@ def row(arm: str, seed: int, run: Run | None, proposal: dict | None, steps: int)
 
 def summary(rows: list[dict], arms: dict[str, Arm]) -> list[dict]:
     """By arm: failures in finished runs, the interval of their rate, unfinished runs, the paper's outcome, `fewer` and
-    `verdict`; the same of runs whose W_Q ran away; and medians over finished runs.
+    `verdict`; the same of runs whose W_Q ran away, and whose scores did; and medians over finished runs.
 
     A run that was cut off has not failed yet, so leaving such runs out would raise the rate: the interval reaches from
     where all of them turn out stable to where all fail, and p takes the worse of the two. Runs not begun are left out.
@@ -144,16 +151,19 @@ def summary(rows: list[dict], arms: dict[str, Arm]) -> list[dict]:
     for name, arm in arms.items():
         mine = [r for r in rows if r["arm"] == name]
         done = [r for r in mine if r["failed"] is not None]
-        failed, ran_away = (_rate(begun, name, event) for event in ("failed", "ran_away"))
+        failed = _rate(begun, name, "failed")
         line = {"arm": name, "section": arm.section, "paper": arm.paper,
                 "begun": sum(r["arm"] == name for r in begun), "failed": failed["yes"],
                 "finished": len(done), "unfinished": len(mine) - len(done), "rate_low": failed["low"],
                 "rate_high": failed["high"], "p_fewer": failed["p"],
-                "verdict": verdict(arm.paper, failed["low"], failed["high"], failed["p"]),
-                "ran_away": ran_away["yes"], "ran_away_or_finished": ran_away["known"],
-                "runaway_low": ran_away["low"], "runaway_high": ran_away["high"], "runaway_p_fewer": ran_away["p"],
-                "runaway_verdict": verdict(arm.paper, ran_away["low"], ran_away["high"], ran_away["p"])}
-        for key in ("step_of_failure", "step_of_runaway", "final_loss", "ties", "wq_norm"):
+                "verdict": verdict(arm.paper, failed["low"], failed["high"], failed["p"])}
+        for event, word in (("ran_away", "runaway"), ("scores_ran_away", "scores")):
+            rate = _rate(begun, name, event)
+            line |= {event: rate["yes"], f"{event}_or_finished": rate["known"], f"{word}_low": rate["low"],
+                     f"{word}_high": rate["high"], f"{word}_p_fewer": rate["p"],
+                     f"{word}_verdict": verdict(arm.paper, rate["low"], rate["high"], rate["p"])}
+        for key in ("step_of_failure", "step_of_runaway", "step_of_scores", "final_loss", "largest_score", "ties",
+                    "wq_norm"):
             values = [r[key] for r in done if r.get(key) is not None]
             line[f"median_{key}"] = statistics.median(values) if values else None
         found.append(line)
@@ -219,9 +229,9 @@ def tabulate(arms: dict[str, Arm], seeds: list[int], runs: dict[tuple[str, int],
 
 
 def draw(found: dict, path: Path) -> None:
-    """One panel an arm with a run: the share of its seeds that failed by a step (`failed_by`), and, dashed, the share
-    whose W_Q had run away; the first arm's in grey; ticks where a run that has not failed ends; at the right the
-    interval of the rate of failure."""
+    """One panel an arm with a run: the share of its seeds that failed by a step (`failed_by`), and the shares whose W_Q
+    (dashed) and whose scores (dotted) had run away; the first arm's in grey; ticks where a run that has not failed
+    ends; at the right the interval of the rate of failure."""
     plt = pyplot()
 
     rows = {line["arm"]: [r for r in found["rows"] if r["arm"] == line["arm"] and r["last_step"] is not None]
@@ -236,7 +246,7 @@ def draw(found: dict, path: Path) -> None:
         axis.set_visible(False)
     for axis, line in zip(axes.flat, lines, strict=False):
         for name, look in ((FIRST, {"color": "0.6", "linewidth": 3}), (line["arm"], {"color": "black"})):
-            for event, dashes in (("step_of_runaway", "--"), ("step_of_failure", "-")) if rows.get(name) else ():
+            for event, dashes in EVENTS.items() if rows.get(name) else ():
                 at, shares = failed_by(rows[name], event)
                 axis.step([*at, max(r["last_step"] for r in rows[name])], [*shares, shares[-1]], where="post",
                           linestyle=dashes, **look)
@@ -244,10 +254,11 @@ def draw(found: dict, path: Path) -> None:
         axis.plot(ends, [shares[sum(step <= end for step in at) - 1] for end in ends], "k|", markersize=9)
         if line["finished"]:
             axis.plot([1.04 * steps] * 2, [line["rate_low"], line["rate_high"]], "k_-", linewidth=1)
-        axis.set_title(f"{line['arm']}\n{line['failed']} of {line['finished']} failed, {line['ran_away']} of "
-                       f"{line['ran_away_or_finished']} ran away", fontsize=7)
+        axis.set_title(f"{line['arm']}\n{line['failed']} of {line['finished']} failed; ran away: W_Q "
+                       f"{line['ran_away']}, scores {line['scores_ran_away']} of {line['scores_ran_away_or_finished']}",
+                       fontsize=6)
         axis.set(xlim=(0, 1.08 * steps), ylim=(-0.05, 1.05))
         axis.tick_params(labelsize=7)
-    figure.supxlabel("step (solid: the loss failed, dashed: W_Q ran away)", fontsize=8)
+    figure.supxlabel("step (solid: the loss failed, dashed: W_Q ran away, dotted: scores did)", fontsize=8)
     figure.supylabel("share of seeds", fontsize=8)
     save(figure, path, dpi=150)

@@ -200,20 +200,24 @@ def _check(args: argparse.Namespace, arms: dict[str, list[str]], proposes: bool)
     return planned
 
 
+# Keys of `summary`: median step of an event; how many had it, of how many it is known; their interval; verdict.
+EVENT_COLUMNS = (("failure", "failed", "finished", "rate", "verdict"),
+                 ("runaway", "ran_away", "ran_away_or_finished", "runaway", "runaway_verdict"),
+                 ("scores", "scores_ran_away", "scores_ran_away_or_finished", "scores", "scores_verdict"))
+
+
 def write(found: dict, path: Path) -> None:
     """The experiment as JSON, and its summary as a table on standard output."""
     write_text(path, to_json(found, indent=1) + "\n")
     width = max(len(line["arm"]) for line in found["summary"])
-    print(f"{'arm':<{width}}  {'paper':<10}{'failed, rate, 95 %, verdict':<36}  step  {'ran away':<36}  step   loss   "
-          "ties    W_Q")
+    print(f"{'arm':<{width}}  {'paper':<10}{'failed, rate, 95 %, verdict':<36}  step  {'W_Q ran away':<36}  step  "
+          f"{'scores ran away':<36}  step   loss    W_Q  scores")
     for line in found["summary"]:
         if line["begun"]:
-            events = [f"{_event(line, 'failed', 'finished', 'rate', 'verdict'):<36}",
-                      _number(line["median_step_of_failure"], ".0f") + "  ",
-                      f"{_event(line, 'ran_away', 'ran_away_or_finished', 'runaway', 'runaway_verdict'):<36}",
-                      _number(line["median_step_of_runaway"], ".0f") + "  "]
+            events = [f"{_event(line, *names):<36}{_number(line[f'median_step_of_{step}'], '.0f')}  "
+                      for step, *names in EVENT_COLUMNS]
             others = " ".join(_number(line[f"median_{name}"], spec) for name, spec in
-                              (("final_loss", ".3f"), ("ties", ".2f"), ("wq_norm", ".1f")))
+                              (("final_loss", ".3f"), ("wq_norm", ".1f"), ("largest_score", ".0f")))
             print(f"{line['arm']:<{width}}  {line['paper']:<10}{''.join(events)}{others}"
                   + (f"  ({line['unfinished']} unfinished)" if line["unfinished"] else ""))
     if waiting := [line["arm"] for line in found["summary"] if not line["begun"]]:

@@ -28,6 +28,7 @@ from metrics import MetricsError
 from replay.order import OrderFile
 from scripts import compare
 from scripts.arms import FURTHER, RESULTS, check_arm, check_begun, check_extra, check_goes_on, run_arms
+from scripts.monitor import LARGE_SCORE
 from scripts.targets import check_targets
 from stop import EXIT_SIGINT
 
@@ -42,13 +43,18 @@ def argv_of(arm: str, common: list[str]) -> tuple[str, list[str]]:
     return name, ["configs/mini_flash_bf16.toml", f"--attention={backend}", *(f"--{s}" for s in switches), *common]
 
 
-def whose_ran_away(rows: list[dict]) -> str:
-    """comparison.json's runs in one sentence: under which arms W_Q ran away, where, and under which it did not."""
-    parts = {"ran away under": [f"{row['name']} (layer {row['layer_of_runaway']}, step {row['step_of_runaway']})"
-                                for row in rows if row["ran_away"]] or ["none"],
-             "did not under": [f"{row['name']} ({row['steps']} steps)" for row in rows if row["ran_away"] is False],
-             "was not probed under": [row["name"] for row in rows if row["ran_away"] is None]}
-    return "W_Q " + "; ".join(f"{words} {', '.join(names)}" for words, names in parts.items() if names) + "."
+def what_ran_away(rows: list[dict]) -> str:
+    """comparison.json's runs in two sentences: under which arms scores ran away, where, and under which they did not;
+    and the same of W_Q."""
+    sentences = []
+    for what, yes, event in ((f"Scores (above {LARGE_SCORE:g})", "scores_ran_away", "scores"),
+                             ("W_Q", "ran_away", "runaway")):
+        parts = {"ran away under": [f"{row['name']} (layer {row[f'layer_of_{event}']}, step {row[f'step_of_{event}']})"
+                                    for row in rows if row[yes]] or ["none"],
+                 "not under": [f"{row['name']} ({row['steps']} steps)" for row in rows if row[yes] is False],
+                 "not probed under": [row["name"] for row in rows if row[yes] is None]}
+        sentences.append(f"{what} " + "; ".join(f"{words} {', '.join(n)}" for words, n in parts.items() if n) + ".")
+    return "\n".join(sentences)
 
 
 def check(args: argparse.Namespace, extra: list[str], name: str, first: list[str], common: list[str]) -> None:
@@ -118,7 +124,7 @@ def main(argv: list[str] | None = None) -> int:
     code = compare.main([*runs, "-o", str(args.out / "figure.png"), "--layers", str(args.out / "layers.png"),
                          "--json", str(found)])
     if code == 0:
-        print("\n" + whose_ran_away(json.loads(found.read_text(encoding="utf-8"))["runs"]))
+        print("\n" + what_ran_away(json.loads(found.read_text(encoding="utf-8"))["runs"]))
     return code
 
 

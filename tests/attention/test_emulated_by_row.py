@@ -69,7 +69,7 @@ def by_row(q, k, v, do, s):
         p = torch.exp(scores - (m + math.log(l)))
         dp = r(s.scores, v[: i + 1] @ do[i])
         delta = {"do_o": do[i] @ out[i], "do_o_exact": do[i] @ read, "dp_p": p @ dp,
-                 "do_o_recomputed": do[i] @ (p @ v[: i + 1])}[s.delta]
+                 "dp_p_normalized": p @ dp / p.sum(), "do_o_recomputed": do[i] @ (p @ v[: i + 1])}[s.delta]
         ds = p * (dp - delta) * D**-0.5
         if s.softcap:
             ds = ds * (1 - (scores / s.softcap) ** 2)
@@ -83,7 +83,8 @@ def by_row(q, k, v, do, s):
 CASES = [dict(backend=b) for b in ("flash_bf16", "flash_fa2", "flash_fp32", "stabilized")]
 CASES += [dict(stabilizer=x) for x in ("paper", "clamp", "fixed", "unconditional", "lazy_max")]
 CASES += [dict(delta="do_o_exact"), dict(delta="do_o_exact", backend="flash_fa2"),
-          dict(delta="dp_p"), dict(delta="do_o_recomputed"), dict(output="fp32"), dict(row_sum="bf16"),
+          dict(delta="dp_p"), dict(delta="dp_p_normalized"), dict(delta="do_o_recomputed"), dict(output="fp32"),
+          dict(row_sum="bf16"), dict(stabilizer="clamp", delta="dp_p_normalized"),
           dict(row_sum="bf16", pv="fp32"), dict(probs="fp32"), dict(probs="fp8_e4m3"), dict(probs="fp8_e5m2"),
           dict(scores="fp32"), dict(pv="fp32"), dict(softcap=3.0), dict(softcap=3.0, scores="fp32", delta="dp_p"),
           dict(operands="fp32", scores="fp32", probs="fp32"), dict(stabilizer="capped", epsilon=0.5, beta=1.5),

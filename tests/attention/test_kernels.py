@@ -105,6 +105,7 @@ SWITCHES = {
     "delta_exact_stochastic": dict(output="stochastic", pv="stochastic", delta="do_o_exact"),
     "delta_exact_heads": dict(output_heads=(1,), delta="do_o_exact", tile_k=FULL),
     "delta_dp_p": dict(delta="dp_p"),
+    "delta_dp_p_normalized": dict(delta="dp_p_normalized"),
     "delta_recomputed": dict(delta="do_o_recomputed"),
     "softcap": dict(softcap=2.0),
     "softcap_fp32": dict(backend="flash_fp32", softcap=2.0),
@@ -268,6 +269,10 @@ def test_launch_is_described_and_bad_input_refused(worker):
     spec = AttentionSpec(backend="flash_bf16")
     line = worker.submit(interpreted.call, "describe_launch", spec, 64, "cpu", 1024, torch.float32).result()
     assert all(word in line for word in ("forward=", "dq=", "dkdv=", f"triton {TRITON}"))
+    for head, words in ((160, "head sizes up to 128, got 160"), (64, "the kernels take heads up to 62")):
+        wide = AttentionSpec(backend="flash_bf16", output_heads=(63,))
+        with pytest.raises(ValueError, match=words):  # so before a run starts
+            worker.submit(interpreted.call, "describe_launch", wide, head, "cpu", 1024, torch.float32).result()
     big = torch.zeros(1, 1, 2, 160)
     for tensor, words in ((big, "head sizes up to 128, got 160"), (big[..., :16].double(), "kernel=emulated"),
                           (big[..., :16].bfloat16(), "carry BF16 values in float32")):

@@ -136,12 +136,21 @@ BAD_COMBINATIONS = [
     ("shift_cap=0.0 must be positive", dict(shift_cap=0.0)),
     ("shift_cap=nan must be positive", dict(shift_cap=math.nan)),
     ("stabilizer=capped needs a finite shift_cap", dict(backend="stabilized", shift_cap=math.inf)),
+    ("probs=fp8_e4m3 with stabilizer=capped and shift_cap=12.0008: the largest P of a row may be",
+     dict(backend="stabilized", probs="fp8_e4m3")),
+    ("give a shift_cap below 11, or probs=bf16", dict(stabilizer="paper", shift_cap=math.inf, probs="fp8_e5m2")),
+    ("fixed_shift=7: the largest P", dict(stabilizer="fixed", fixed_shift=7, probs="fp8_e4m3")),
 ]
 
 
 @pytest.mark.parametrize(("message", "switches"), BAD_COMBINATIONS, ids=[m for m, _ in BAD_COMBINATIONS])
 def test_combinations_that_make_no_sense(message, switches):
     refused(message, **switches)
+
+
+def test_fp8_probabilities_with_a_small_shift():
+    for switches in (dict(shift_cap=6.0), *(dict(stabilizer=s) for s in ("fixed", "lazy_max", "clamp"))):
+        assert AttentionSpec("stabilized", probs="fp8_e4m3", **switches).probs == "fp8_e4m3"
 
 
 def test_description_names_every_rounding():

@@ -216,7 +216,8 @@ def test_committed_results():
     assert found["rows"][0]["backend"] == "sdpa" and len(found["rows"]) == len(bases) * len(ARMS.split(","))
 
 
-NEW = [dict(delta="do_o_exact")]  # switches of --check that results/attention/numerics.json is older than
+# switches of --check that results/attention/numerics.json is older than
+NEW = [dict(delta=x) for x in ("do_o_exact", "dp_p_normalized")] + [dict(pv="stochastic")]
 
 
 def test_committed_numerics_and_memory():

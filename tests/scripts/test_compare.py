@@ -3,6 +3,7 @@
 import json
 import lzma
 import math
+import re
 import shutil
 import subprocess
 import sys
@@ -77,7 +78,7 @@ def test_numbers_are_those_of_the_logs(pair, tmp_path):
 
     text = table(result)
     row = next(line for line in text.splitlines() if line.startswith("b "))
-    assert row.split() == ["b", "5", "nan", "nan", "+nan", "nan", "nan", "1.4", "4", "-"]
+    assert row.split() == ["b", "5", "nan", "nan", "+nan", "nan", "nan", "1.4", "4", "-", "-"]
     assert "layer 1" in text and "0.0400 (0.0400)" in text and "7.00 (7.00)" in text
 
 
@@ -105,18 +106,21 @@ def test_where_w_q_ran_away_and_where_nobody_looked(tmp_path):
     assert [[row[key] for key in keys] for row in result["runs"]] == [
         [True, 2, 1, 4], [False, None, None, 4], [None, None, None, 4]]
     head, *rows = table(result).splitlines()[1:5]
-    assert head.endswith("failed at  W_Q ran away")
-    assert [row.split("  ")[-1].strip() for row in rows] == ["2, layer 1", "-", "not probed"]
+    assert head.endswith("failed at  W_Q ran away  scores ran away")
+    assert [re.split("  +", row)[-2:] for row in rows] == [["2, layer 1", "-"], ["-", "-"], ["not probed"] * 2]
 
 
 def test_one_definition_of_the_runaway():
     """compare.py, the tables over seeds and the monitor's rule name the same step."""
-    for name, failure, step, layer in (("seed1_b64_flash_bf16", 8030, 3800, 1), ("seed1_b64_delta_dp_p", *[None] * 3)):
+    for name, failure, step, scores, layer in (("seed1_b64_flash_bf16", 8030, 3800, 3900, 1),
+                                               ("seed1_b64_delta_dp_p", *[None] * 4)):
         run = load_run(ROOT / f"results/mini/{name}.jsonl.xz")
         (found,) = compare([run])["runs"]
         kept = row("arm", 1, run, None, run.steps)
         assert (found["step_of_failure"], found["step_of_runaway"], found["layer_of_runaway"]) == (failure, step, layer)
-        assert (found["ran_away"], found["step_of_runaway"]) == (kept["ran_away"], kept["step_of_runaway"])
+        assert (found["step_of_scores"], found["layer_of_scores"]) == (scores, layer)
+        for key in ("ran_away", "step_of_runaway", "scores_ran_away", "step_of_scores"):
+            assert found[key] == kept[key]
         alarm = first_alarm(run.records, {"wq_ratio": 3.0})
         assert (alarm and alarm.step) == step
 

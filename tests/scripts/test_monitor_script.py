@@ -46,8 +46,8 @@ def test_tables(runs, tmp_path, capsys):
     found = json.loads(out.read_text())
     rows = {row["name"]: row for row in found["runs"]}
     assert rows["early"] == {"name": "early", "steps": 2991, "step_of_warning": 700, "layer": 0, "head": 1,
-                             "signal": "ties", "value": 0.5, "step_of_runaway": None, "step_of_failure": 2040,
-                             "lead": 1340}
+                             "signal": "ties", "value": 0.5, "step_of_runaway": None, "step_of_scores": None,
+                             "step_of_failure": 2040, "lead": 1340}
     assert rows["unseen"]["step_of_warning"] is None and rows["unseen"]["step_of_failure"] == 1540
     assert rows["after"]["lead"] == 1540 - 2400 < 0
     assert rows["stable"]["step_of_warning"] is None and rows["stable"]["step_of_failure"] is None
@@ -60,7 +60,7 @@ def test_tables(runs, tmp_path, capsys):
                      ({"ties": 0.6}, 1, 4, 640, 0, 1, 0, 2), ({"wq_ratio": 3}, 0, 4, None, 1, 1, 0, 2),
                      ({"row_max": 100}, 0, 4, None, 0, 1, 0, 2)]
     text = capsys.readouterr().out
-    assert "ties > 0.4, wq_ratio > 3 (default)" in text and "ties > 0.6" in text and "2 of 4" in text
+    assert "ties > 0.4, wq_ratio > 3, row_max > 1000 (default)" in text and "ties > 0.6" in text and "2 of 4" in text
 
 
 def test_recorded_runs(monkeypatch, capsys, tmp_path):

@@ -156,7 +156,7 @@ def test_the_small_run_and_its_replays_end_in_a_comparison(runner, corpus, capsy
     assert [r["name"] for r in rows] == ["flash_bf16", "standard", "flash_bf16_delta_dp_p"], said
     assert all(r["common_steps"] == 4 for r in rows)
     assert all((out / name).stat().st_size > 20_000 for name in ("figure.png", "layers.png"))
-    assert said[0].splitlines()[-1] == ("W_Q ran away under none; did not under flash_bf16 (4 steps), standard (4 "
+    assert said[0].splitlines()[-1] == ("W_Q ran away under none; not under flash_bf16 (4 steps), standard (4 "
                                         "steps), flash_bf16_delta_dp_p (4 steps).")
     for arm in ("flash_bf16", "standard"):
         as_killed(out / arm)
@@ -172,14 +172,18 @@ def test_the_small_run_and_its_replays_end_in_a_comparison(runner, corpus, capsy
         assert reproduce_mini.main([*command[2:], *flags]) == 2 and message in capsys.readouterr().err
 
 
-def test_the_small_run_says_whose_w_q_ran_away():
-    rows = [{"name": name, "steps": 5000, "ran_away": away, "step_of_runaway": step, "layer_of_runaway": layer}
+def test_the_small_run_says_what_ran_away():
+    rows = [{"name": name, "steps": 5000, "ran_away": away, "step_of_runaway": step, "layer_of_runaway": layer,
+             "scores_ran_away": away and name != "sdpa", "step_of_scores": step and step - 900,
+             "layer_of_scores": layer}
             for name, away, step, layer in (("flash_bf16", True, 4000, 1), ("standard", False, None, None),
                                             ("sdpa", True, 3500, 1), ("bare", None, None, None))]
-    assert reproduce_mini.whose_ran_away(rows) == (
-        "W_Q ran away under flash_bf16 (layer 1, step 4000), sdpa (layer 1, step 3500); did not under standard (5000 "
-        "steps); was not probed under bare.")
-    assert reproduce_mini.whose_ran_away(rows[:1]) == "W_Q ran away under flash_bf16 (layer 1, step 4000)."
+    assert reproduce_mini.what_ran_away(rows) == (
+        "Scores (above 1000) ran away under flash_bf16 (layer 1, step 3100); not under standard (5000 steps), sdpa "
+        "(5000 steps); not probed under bare.\n"
+        "W_Q ran away under flash_bf16 (layer 1, step 4000), sdpa (layer 1, step 3500); not under standard (5000 "
+        "steps); not probed under bare.")
+    assert reproduce_mini.what_ran_away(rows[:1]).endswith("\nW_Q ran away under flash_bf16 (layer 1, step 4000).")
 
 
 def test_the_small_runs_own_arms_can_run_and_stop_where_w_q_shows(tmp_path, corpus, monkeypatch):

@@ -17,7 +17,7 @@ from replay.switches import companion, read_switches
 
 D, C = 16, 32  # of TINY
 FLAGS = dict(max_iters=12, learning_rate=1e-4, attention="flash_bf16", bias=True, monitor_interval=1,
-             monitor_wq_ratio=0, eval_interval=5)
+             monitor_wq_ratio=0, monitor_row_max=0, eval_interval=5)
 WARNED, SWITCHED = 4, 6  # five records make a median, and what step 4 shows is known during step 5
 
 
@@ -55,7 +55,7 @@ def test_warn(runner, planted):
 
 def test_warned_by_the_norms(runner, planted):
     """monitor_wq_ratio compares with the median of all heads; a norm has no noise, so one record is enough."""
-    flags = FLAGS | dict(monitor_ties=0, monitor_wq_ratio=1.3, monitor_row_max=0)
+    flags = FLAGS | dict(monitor_ties=0, monitor_wq_ratio=1.3)
     run = runner("run", init_from=planted, monitor="warn", **flags)
     norms = [run.records[0][f"probe/wq_norm_head/layer{i}"] for i in (0, 1)]
     largest = max((value, layer, head) for layer, heads in enumerate(norms) for head, value in enumerate(heads))
