@@ -237,6 +237,21 @@ def row_of(arm: Arm, rate: float) -> dict:
             "hardware": info["device_name"], "commit": info["git_commit"], "versions": info["versions"]}
 
 
+def fit_all(names: list[str], argv: list[str], group, stop, schedule: Schedule,
+            limits: list[float]) -> Iterator[list[dict]]:
+    """The rows of `fit` of all arms so far, again after every arm. The first is tried whatever `schedule` says."""
+    if group.device.type != "cuda" or group.world_size > 1:
+        raise ConfigError("--fit measures the memory of one GPU; run it without torchrun, on a GPU")
+    found = []
+    for name in names:
+        if found and not schedule.fits("fit"):
+            group.print(f"{schedule.now():7.1f} s: no time for {', '.join(names[names.index(name):])}")
+            return
+        with schedule.part("fit", name):
+            found += fit(name, argv, group, stop, limits)
+        yield found
+
+
 def measure(names: list[str], argv: list[str], group, stop, schedule: Schedule, rounds: int,
             steps: int, profiled: bool) -> Iterator[list[dict]]:
     """A row of each arm that is ready, again after every arm that joined and after every round and profile.
@@ -317,8 +332,12 @@ def report(rows: list[dict], known: list[dict]) -> None:
 
 
 def merge(path: Path, rows: list[dict]) -> list[dict]:
-    """Rows of the file with `rows` in the place of those that they measure again."""
-    old = json.loads(path.read_text())["rows"] if path.exists() else []
+    """Rows of the file with `rows` in the place of those that they measure again. Errors: ConfigError for a file that
+    is not of this script."""
+    try:
+        old = json.loads(path.read_text())["rows"] if path.is_file() else []
+    except (ValueError, LookupError, TypeError) as error:
+        raise ConfigError(f"{path} is no --out of this script ({error!r}); give another name") from None
     new = {tuple(row.get(k) for k in KEY) for row in rows}
     return [row for row in old if tuple(row.get(k) for k in KEY) not in new] + rows
 
@@ -329,9 +348,8 @@ def save(path: Path, argv: list[str], rows: list[dict]) -> None:
                                  "rows": merge(path, rows)}, indent=1) + "\n")
 
 
-def main(argv: list[str]) -> int:
-    """Exit status: 0, or 128 + the signal that ended it. Errors: ValueError, OSError."""
-    start = time.perf_counter()
+def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """The options, and train.py's flags. Errors: ConfigError, OSError."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
                                      usage="%(prog)s [CONFIG.toml] [--key=value ...]", epilog=FURTHER,
                                      allow_abbrev=False)
@@ -347,11 +365,19 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--out", type=Path, metavar="FILE", help="add rows to this JSON file once they are known; "
                         "rows of the same arm, GPUs and size are replaced")
     options, rest = parser.parse_known_args(argv)
-    rounds, steps, seconds = options.rounds, options.steps, options.seconds
-    if rounds < 1 or steps < 1 or math.isnan(seconds):
-        raise ConfigError(f"--rounds={rounds} --steps={steps} --seconds={seconds}: give at least one round and step, "
-                          "and a number of seconds")
+    if options.rounds < 1 or options.steps < 1 or math.isnan(options.seconds):
+        raise ConfigError(f"--rounds={options.rounds} --steps={options.steps} --seconds={options.seconds}: give at "
+                          "least one round and step, and a number of seconds")
     check_targets(options.out)
+    if options.out:
+        merge(options.out, [])  # what is there is told before anything is measured
+    return options, rest
+
+
+def main(argv: list[str]) -> int:
+    """Exit status: 0, or 128 + the signal that ended it. Errors: ValueError, OSError."""
+    start = time.perf_counter()
+    options, rest = parse(argv)
     names = [PLAIN, *(name for name in options.arms.split(",") if name and name != PLAIN)]
     chosen, out, rows = rest[0] if rest and rest[0].endswith(".toml") else "", options.out, []
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
@@ -364,31 +390,18 @@ def main(argv: list[str]) -> int:
         stack.enter_context(torch._dynamo.config.patch(recompile_limit=64, automatic_dynamic_shapes=False))
         group = distributed.init(config.device, config.collective_timeout_s)
         stack.callback(group.close)
-        schedule = Schedule(group, seconds, start)
+        schedule = Schedule(group, options.seconds, start)
         for name in names:  # what is wrong with the last one is told before the first one is compiled
             load(flags_of(name, rest))
-
-        def keep(found: list[dict]):
-            rows[:] = [{"config": chosen} | row for row in found]
-            if out and group.is_main:
-                save(out, argv, rows)
-
+        every = (fit_all(names, rest, group, stop, schedule, [float(limit) for limit in options.fit.split(",")])
+                 if options.fit else measure(names, rest, group, stop, schedule, options.rounds, options.steps,
+                                             options.profile))
         code = 0
         try:
-            if options.fit:
-                if group.device.type != "cuda" or group.world_size > 1:
-                    raise ConfigError("--fit measures the memory of one GPU; run it without torchrun, on a GPU")
-                limits, found = [float(x) for x in options.fit.split(",")], []
-                for name in names:
-                    if found and not schedule.fits("fit"):
-                        group.print(f"{schedule.now():7.1f} s: no time for {', '.join(names[names.index(name):])}")
-                        break
-                    with schedule.part("fit", name):
-                        found += fit(name, rest, group, stop, limits)
-                    keep(found)
-            else:
-                for found in measure(names, rest, group, stop, schedule, rounds, steps, options.profile):
-                    keep(found)
+            for found in every:
+                rows = [{"config": chosen} | row for row in found]
+                if out and group.is_main:
+                    save(out, argv, rows)
         except StopRequested as stopped:
             code = stopped.status
         if group.is_main:

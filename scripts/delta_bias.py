@@ -34,7 +34,7 @@ from torch import Tensor
 import checkpoint
 from attention.layers import changed
 from attention.spec import NO_SWITCHES, AttentionSpec
-from config import ConfigError
+from config import Config, ConfigError
 from diagnostics.bias import pushes
 from diagnostics.coherence import top_share
 from diagnostics.lines import pyplot, save
@@ -43,20 +43,18 @@ from diagnostics.scene import capture_heads
 from diagnostics.weights import spectral_norm
 from files import write_text
 from metrics import MetricsError, read_run, to_json
+from plan import Plan
 from runinfo import git_state
 from scripts.diagnose import chosen, models_of, open_run, row_of, specs_at
 from scripts.runs import nan_last
 from scripts.targets import check_targets
 
 
-def measure(run: Path, steps: str, layer: int, heads: list[int] | None, sequences: int, device: str,
-            dataset: str | None = None, numerics: Sequence[str] = ("run",)) -> list[dict]:
-    """A line for each checkpoint, head and numerics. Errors as `diagnose.open_run`."""
-    paths = chosen(run, steps)
-    config, plan = open_run(run, dataset)
+def check(config: Config, plan: Plan, paths: list[Path], layer: int, heads: list[int], sequences: int, rows: int,
+          numerics: Sequence[str]) -> None:
+    """Errors: ConfigError for what cannot be measured of a run, before its checkpoints are read."""
     if not 0 <= layer < config.n_layer:
         raise ConfigError(f"--layer={layer} is outside layers 0..{config.n_layer - 1}")
-    heads = sorted(set(heads or range(config.n_head)))
     if not all(0 <= head < config.n_head for head in heads):
         raise ConfigError(f"--heads {' '.join(map(str, heads))}: the run has heads 0..{config.n_head - 1}")
     if wrong := [change for change in numerics if change.partition("+")[0] in NO_SWITCHES]:
@@ -67,10 +65,19 @@ def measure(run: Path, steps: str, layer: int, heads: list[int] | None, sequence
                 raise ConfigError("what is measured holds for scores q k / sqrt(D) with q = W_Q x, and "
                                   f"{'the run' if change == 'run' else '--numerics ' + change} has "
                                   f"{'qk_norm' if config.qk_norm else 'softcap'} between them")
-    rows = math.ceil(sequences / config.sequences_per_step)
     if plan.order and rows > plan.order.rows:
         raise ConfigError(f"--sequences={sequences} need the rows of {rows} steps, and {plan.order.rows} were recorded;"
                           " choose fewer")
+
+
+def measure(run: Path, steps: str, layer: int, heads: list[int] | None, sequences: int, device: str,
+            dataset: str | None = None, numerics: Sequence[str] = ("run",)) -> list[dict]:
+    """A line for each checkpoint, head and numerics. Errors as `diagnose.open_run` and `check`."""
+    paths = chosen(run, steps)
+    config, plan = open_run(run, dataset)
+    heads = sorted(set(heads or range(config.n_head)))
+    rows = math.ceil(sequences / config.sequences_per_step)
+    check(config, plan, paths, layer, heads, sequences, rows, numerics)
     lines = []
     for step, model, layers, autocast in models_of(config, plan, paths, device):
         left, found = sequences, {(head, change): [] for head in heads for change in numerics}
@@ -182,6 +189,18 @@ def figure_of(out: Path) -> Path:
     return out.with_suffix(".png")
 
 
+def report(lines: list[dict]) -> None:
+    """Prints a line each."""
+    width = max(len(x["numerics"]) for x in lines)
+    print(f"  step head  |W_Q|  ties  {'numerics':<{width}}  push of |W_Q| by delta's error, t   by all errors, t   "
+          "by the exact gradient, t  error share  cosine  size")
+    for x in lines:
+        push, error, gradient = (f"{x[name]:+.3e} {x[f'{name}_t']:+6.1f}" for name in ("push", "error", "gradient"))
+        print(f"{x['step']:6} {x['head']:4} {x['wq_norm']:6.1f} {x['tied']:5.2f}  {x['numerics']:<{width}}  {push:>33}"
+              f"   {error:>16}   {gradient:>24}  {x['error_share']:11.3f}  {x['error_cosine']:+6.2f}  "
+              f"{x['error_cosine_size']:4.2f}")
+
+
 def main(argv: list[str] | None = None) -> int:
     """Exit status: 0, or 2 with one sentence for what a user can change."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -219,14 +238,7 @@ def main(argv: list[str] | None = None) -> int:
     except (ValueError, OSError, checkpoint.CheckpointError, MetricsError) as error:
         print(f"delta_bias.py: error: {error}", file=sys.stderr)
         return 2
-    width = max(len(x["numerics"]) for x in lines)
-    print(f"  step head  |W_Q|  ties  {'numerics':<{width}}  push of |W_Q| by delta's error, t   by all errors, t   "
-          "by the exact gradient, t  error share  cosine  size")
-    for x in lines:
-        push, error, gradient = (f"{x[name]:+.3e} {x[f'{name}_t']:+6.1f}" for name in ("push", "error", "gradient"))
-        print(f"{x['step']:6} {x['head']:4} {x['wq_norm']:6.1f} {x['tied']:5.2f}  {x['numerics']:<{width}}  {push:>33}"
-              f"   {error:>16}   {gradient:>24}  {x['error_share']:11.3f}  {x['error_cosine']:+6.2f}  "
-              f"{x['error_cosine_size']:4.2f}")
+    report(lines)
     print(f"written to {out}")
     return 0
 

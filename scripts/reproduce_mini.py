@@ -57,6 +57,33 @@ def what_ran_away(rows: list[dict]) -> str:
     return "\n".join(sentences)
 
 
+def check(args: argparse.Namespace, extra: list[str], name: str, first: list[str], common: list[str]) -> None:
+    """What would go wrong hours later, when an arm's turn comes. Errors: ConfigError, MetricsError, OSError."""
+    check_targets(folders=(args.out,))
+    check_extra(extra, {"max_iters": "give --steps", "out_dir": "give --out"} | dict.fromkeys(
+        ("record", "replay"), f"{RECORDED} draws the order that the others replay"))
+    others = dict(argv_of(arm, common) for arm in args.arms)
+    if name in others or len(others) < len(args.arms):
+        raise ConfigError(f"--arms {' '.join(args.arms)}: an arm is named twice, or {RECORDED}, which is recorded")
+    for arm, flags in {name: first, **others}.items():
+        config = check_arm(arm, flags)
+        if not config.probe_interval and config.monitor == "off":
+            raise ConfigError(f"arm {arm}: whether W_Q runs away is seen in probes, and probe_interval=0; add "
+                              "--probe_interval=100")
+        check_begun(args.out / arm, flags)
+        check_goes_on(args.out / arm)  # to how many steps is known only when the first one has ended
+    if args.parallel < 1:
+        raise ConfigError(f"--parallel={args.parallel} must be at least 1")
+
+
+def replay(args: argparse.Namespace, common: list[str], order: Path) -> dict[str, int]:
+    """Runs the other arms on the batches of a recorded order; exit statuses by name."""
+    with OrderFile(order) as recorded:
+        rows = recorded.rows  # fewer than --steps where the recorded run stopped early
+    others = dict(argv_of(arm, [*common, f"--max_iters={rows}", f"--replay={order.absolute()}"]) for arm in args.arms)
+    return run_arms(others, args.out, args.parallel, torch.cuda.device_count(), steps=rows)
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
                                      epilog=FURTHER,
@@ -71,38 +98,19 @@ def main(argv: list[str] | None = None) -> int:
                         help="arms at a time (default: one a GPU, the next of which compiles during its last seconds)")
     args, extra = parser.parse_known_args(argv)
     common = [f"--dataset={args.dataset}", f"--max_iters={args.steps}", f"--seed={args.seed}", *extra]
-    gpus = torch.cuda.device_count()
     name, first = argv_of(RECORDED, [*common, "--stop_when_failed=True"])
     try:
-        check_targets(folders=(args.out,))
-        check_extra(extra, {"max_iters": "give --steps", "out_dir": "give --out"} | dict.fromkeys(
-            ("record", "replay"), f"{RECORDED} draws the order that the others replay"))
-        others = dict(argv_of(arm, common) for arm in args.arms)
-        if name in others or len(others) < len(args.arms):
-            raise ConfigError(f"--arms {' '.join(args.arms)}: an arm is named twice, or {RECORDED}, which is recorded")
-        for arm, flags in {name: first, **others}.items():
-            config = check_arm(arm, flags)  # hours before its turn comes
-            if not config.probe_interval and config.monitor == "off":
-                raise ConfigError(f"arm {arm}: whether W_Q runs away is seen in probes, and probe_interval=0; add "
-                                  "--probe_interval=100")
-            check_begun(args.out / arm, flags)
-            check_goes_on(args.out / arm)  # to how many steps is known only when the first one has ended
-        if args.parallel < 1:
-            raise ConfigError(f"--parallel={args.parallel} must be at least 1")
+        check(args, extra, name, first, common)
     except (ConfigError, MetricsError, OSError) as error:
         print(f"reproduce_mini: {error}", file=sys.stderr)
         return 2
     try:
-        codes = run_arms({name: first}, args.out, 1, gpus, steps=args.steps)
+        codes = run_arms({name: first}, args.out, 1, torch.cuda.device_count(), steps=args.steps)
         order = args.out / name / "order.bin"
         if codes[name] not in RESULTS or not order.exists():
             print((args.out / f"{name}.log").read_text(encoding="utf-8")[-2000:], file=sys.stderr)
             return codes[name] or 1
-        with OrderFile(order) as recorded:
-            rows = recorded.rows  # fewer than --steps where the recorded run stopped early
-        others = dict(argv_of(arm, [*common, f"--max_iters={rows}", f"--replay={order.absolute()}"])
-                      for arm in args.arms)
-        codes |= run_arms(others, args.out, args.parallel, gpus, steps=rows)
+        codes |= replay(args, common, order)
     except KeyboardInterrupt:
         print("interrupted; the same command goes on", file=sys.stderr)
         return EXIT_SIGINT
@@ -110,7 +118,8 @@ def main(argv: list[str] | None = None) -> int:
         print(f"reproduce_mini: {len(failed)} arm(s) ended without a result, see {args.out / failed[0]}.log; the same "
               "command goes on", file=sys.stderr)
         return 1
-    runs = [str(args.out / arm) for arm in [name, *others] if (args.out / arm / "metrics.jsonl").exists()]
+    names = [name, *(argv_of(arm, common)[0] for arm in args.arms)]
+    runs = [str(args.out / arm) for arm in names if (args.out / arm / "metrics.jsonl").exists()]
     found = args.out / "comparison.json"
     code = compare.main([*runs, "-o", str(args.out / "figure.png"), "--layers", str(args.out / "layers.png"),
                          "--json", str(found)])

@@ -160,6 +160,11 @@ def test_what_is_refused(tmp_path, capsys):
     data = write_corpus(tmp_path / "other")
     with pytest.raises(ConfigError, match="at least one round"):
         bench.main([*TINY, "--rounds=0"])
+    for text in ("{}", "[1]", "no JSON"):
+        (tmp_path / "other.json").write_text(text)
+        with pytest.raises(ConfigError, match=r"other\.json is no --out of this script"):
+            bench.main([*TINY, f"--out={tmp_path / 'other.json'}"])
+        assert (tmp_path / "other.json").read_text() == text
     with pytest.raises(SystemExit):  # before the first arm is compiled
         bench.main([*TINY, f"--dataset={data}", "--arms=sdpa,flash_nonsense"])
     said = capsys.readouterr()
