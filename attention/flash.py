@@ -211,7 +211,8 @@ def _switches(spec: AttentionSpec, D: int) -> dict:
     """What every kernel is told of a spec. kernels.py says what UNIT and SCALE are."""
     unit, scale = _unit(spec, D)
     return dict(UNIT=unit, LOG2=unit * math.log2(math.e), SCALE=scale, SOFTCAP=float(spec.softcap),
-                BF16=spec.operands == "bf16", SCORES=spec.scores, DOTS=spec.dots)
+                BF16=spec.operands == "bf16", SCORES=spec.scores,
+                DOTS=spec.dots if spec.operands == "fp32" else "bf16")
 
 
 @functools.lru_cache
