@@ -73,7 +73,7 @@ LAUNCHES = {
     (9, 64, "fp32"): Launch({128: Tile(64, 128, 4, 1), 64: Tile(64, 64, 4, 2), 32: Tile(64, 32, 4, 2)},
                             Tile(64, 32, 4, 2), Tile(32, 128, 8, 2)),
     (9, 128, "fp32"): Launch({128: Tile(64, 128, 8, 1), 64: Tile(64, 64, 8, 1), 32: Tile(64, 32, 4, 1)},
-                             Tile(64, 16, 4, 2), Tile(16, 64, 4, 2)),
+                             Tile(64, 32, 4, 1), Tile(32, 64, 4, 1)),
     (8, 64, "bf16"): Launch({128: Tile(64, 128, 4, 2), 64: Tile(64, 64, 4, 2), 32: Tile(64, 32, 4, 2)},
                             Tile(64, 64, 4, 2), Tile(64, 64, 4, 2)),
     (8, 128, "bf16"): Launch({128: Tile(64, 128, 4, 1), 64: Tile(64, 64, 4, 2), 32: Tile(64, 32, 4, 2)},
@@ -100,6 +100,8 @@ def launch_for(spec: AttentionSpec, head_size: int, device: torch.device) -> tup
     generation = 9 if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9 else 8
     key = (generation, 64 if head_size <= 64 else 128, spec.operands)
     launch = LAUNCHES[key]
+    if head_size > 64 and (spec.operands, spec.dots) == ("fp32", "ieee"):  # without tensor cores factors take registers
+        launch = launch._replace(dq=launch.dq._replace(keys=16), dkdv=launch.dkdv._replace(rows=16))
     keys = min(spec.tile_k or LARGEST_TILE, LARGEST_TILE)
     tile = launch.forward[max(keys, 32)].with_rows(max(spec.tile_q, 16))
     tile = tile._replace(keys=min(keys, tile.keys))
