@@ -182,9 +182,11 @@ def operand(x, BF16: tl.constexpr):
 
 @triton.jit
 def split_tf32(x):
-    """FP32 x as the sum of x rounded to the 11 bits of TF32 and of the rest, NaN in the rest."""
-    big = ((x.to(tl.uint32, bitcast=True) + 0x1000) & 0xFFFFE000).to(tl.float32, bitcast=True)
-    return big, x - big
+    """FP32 x as its nearest value of TF32, 11 bits, and the rest: 2^12 of the last place of x at most, so that the
+    tensor core, which cuts factors to TF32, takes one last place from it at most; rounding it would move it as far.
+    NaN, Inf and what rounds to Inf stay: x - large is NaN or Inf, whatever the addition made of the bits."""
+    large = ((x.to(tl.uint32, bitcast=True) + 0x1000) & 0xFFFFE000).to(tl.float32, bitcast=True)
+    return large, x - large
 
 
 @triton.jit
@@ -203,18 +205,20 @@ def dot(x, y, acc, DOTS: tl.constexpr, COMPUTED: tl.constexpr = False):
     """acc + x y with FP32 accumulation; acc may be None. FP32 means FP32: never plain TF32. COMPUTED: x was computed
     here, and not loaded.
 
-    FP32 factors are cut into two TF32 parts each; the product of the small ones, 2^-22 of it at most, is left out.
-    Triton's own "tf32x3" makes the same sum, and looks for NaN in every part besides. Where one side is BF16, the FP32
-    side is cut into three BF16 parts, which hold all its 24 bits: products stay exact.
+    FP32 factors are cut into two TF32 parts each; the product of the small ones, 2^-22 of it at most, is left out. acc
+    is added afterwards, because the tensor core rounds its sums towards zero, at every eight terms: an acc that passes
+    through it three times a tile is off by 7 times as much. Triton's own "tf32x3" makes the same sums, and looks for
+    NaN in every part besides. Where one side is BF16, the FP32 side is cut into three BF16 parts, which hold all its 24
+    bits: products stay exact.
     """
     if x.dtype == y.dtype and x.dtype == tl.float32 and DOTS == "tf32x3":  # BF16 in the interpreter has DOTS "bf16"
         if COMPUTED:
             x, y = in_order_of_registers(x, y)
         x, x1 = split_tf32(x)
         y, y1 = split_tf32(y)
-        acc = tl.dot(x1, y, acc, input_precision="tf32")
-        acc = tl.dot(x, y1, acc, input_precision="tf32")
-        return tl.dot(x, y, acc, input_precision="tf32")
+        xy = tl.dot(x, y1, tl.dot(x1, y, input_precision="tf32"), input_precision="tf32")
+        xy = tl.dot(x, y, xy, input_precision="tf32")
+        return xy if acc is None else acc + xy
     elif x.dtype == y.dtype:
         return tl.dot(x, y, acc, input_precision="ieee")
     elif DOTS == "ieee":

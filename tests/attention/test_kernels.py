@@ -265,6 +265,37 @@ def test_rounding_helpers(worker):
     assert ((y.double() - t.double().tanh()).abs() <= 4e-7 * t.double().tanh().abs()).all()
 
 
+def test_tf32_parts(worker):
+    """Large and small part make x, the large one is a value of TF32, and of the small one the tensor core, which cuts
+    factors to TF32, takes no more than x's last place. NaN and Inf do not vanish."""
+    bits = torch.randint(-2**31, 2**31 - 1, (50000,), dtype=torch.int32)
+    patterns = [0x1000, 0x1FFF, 0x3FFFFFFF, 0x3F800FFF, 0x3F801000, 0x3F801001, 0x3F802FFF, 0x7F7FEFFF, 1, 0]
+    bits = torch.cat([bits[(bits & 0x7FFFFFFF) < 0x7F7FF000], torch.tensor(patterns, dtype=torch.int32)])
+    x = torch.cat([bits, bits | -2**31]).view(torch.float32)
+    large, small = (worker.submit(interpreted.kernel_helper, part, x).result() for part in ("large", "small"))
+    assert not (large.view(torch.int32) & 0x1FFF).any() and torch.equal(large.double() + small, x.double())
+    left_over = small.double() - (small.view(torch.int32) & -0x2000).view(torch.float32)
+    last_place = torch.exp2((torch.frexp(x.double())[1] - 24).double()).clamp(min=2.0**-149)
+    assert (small.abs() <= 2**12 * last_place).all()
+    assert (left_over.abs() <= last_place.clamp(min=2.0**-136)).all()  # below 2^-126 TF32 has steps of 2^-136
+    special = torch.tensor([0x7F800000, -0x800000, 0x7FC00000, 0x7FFFFFFF, -1, 0x7F800001, 0x7F7FF000, 0x7F7FFFFF],
+                           dtype=torch.int32).view(torch.float32)
+    large, small = (worker.submit(interpreted.kernel_helper, part, special).result() for part in ("large", "small"))
+    assert not (large + small).isfinite().any()
+
+
+def test_a_sum_of_tf32_products_is_added_once(worker):
+    """A tensor core rounds its sums towards zero at every eight terms, so an accumulator must not pass through it: three
+    times a tile it is off by 7 times as much."""
+    x, y, acc = torch.randn(3, 32, 32)
+    plain, acc = worker.submit(interpreted.product, x, y, None, "tf32x3", False).result(), 100 * acc
+    assert torch.equal(worker.submit(interpreted.product, x, y, acc, "tf32x3", False).result(), acc + plain)
+    exact, size = x.double() @ y.double(), x.double().abs() @ y.double().abs()
+    for computed in (False, True):
+        found = worker.submit(interpreted.product, x, y, None, "tf32x3", computed).result()
+        assert ((found - exact).abs() <= 2**-20 * size).all()
+
+
 def test_launch_is_described_and_bad_input_refused(worker):
     spec = AttentionSpec(backend="flash_bf16")
     line = worker.submit(interpreted.call, "describe_launch", spec, 64, "cpu", 1024, torch.float32).result()
