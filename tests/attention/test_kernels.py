@@ -356,7 +356,7 @@ def test_launch_table():
     tiles are what Triton and the tensor cores can take."""
     from attention import flash
 
-    assert {key[0] for key in flash.LAUNCHES} == {8, 9} and len(flash.LAUNCHES) == 2 * 2 * 2
+    assert {key[0] for key in flash.LAUNCHES} == {8, 9} and len(flash.LAUNCHES) == 2 * 2 * 2 + 2
     for (generation, _, operands), launch in flash.LAUNCHES.items():
         assert set(launch.forward) == {128, 64, 32}
         for keys, tile in (*launch.forward.items(), (launch.dq.keys, launch.dq), (launch.dkdv.keys, launch.dkdv)):
@@ -366,6 +366,21 @@ def test_launch_table():
             assert tile.tma or tile.otherwise is None, tile
             for rows, keys_, warps, stages in (tile[:4], plain[:4]):
                 assert all(n & (n - 1) == 0 for n in (rows, keys_, warps)) and min(rows, keys_) >= 16 and stages >= 1
+
+
+@pytest.mark.parametrize("D, dots, dtype, tiles", [
+    (64, "tf32x3", torch.float32, "tf32x3: forward=128x32/8w/2s/128r dq=64x64/4w/1s dkdv=32x128/8w/1s"),
+    (64, "tf32x3", torch.bfloat16, "fp32: forward=64x32/4w/2s dq=64x32/4w/2s dkdv=32x128/8w/1s"),
+    (64, "ieee", torch.float32, "fp32: forward=64x32/4w/2s dq=64x32/4w/2s dkdv=32x128/8w/1s"),
+    (128, "tf32x3", torch.float32, "tf32x3: forward=128x32/8w/1s dq=64x32/4w/1s dkdv=32x64/4w/1s"),
+    (128, "tf32x3", torch.bfloat16, "fp32: forward=64x32/4w/1s dq=64x32/4w/1s dkdv=32x64/4w/1s"),
+    (128, "ieee", torch.float32, "fp32: forward=64x32/4w/1s dq=64x16/4w/1s dkdv=16x64/4w/1s"),
+])
+def test_fp32_operands_have_tiles_by_how_they_are_multiplied(monkeypatch, D, dots, dtype, tiles):
+    from attention import flash
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    assert f" D<={D} {tiles} " in flash.describe_launch(AttentionSpec("flash_fp32", dots=dots), D, "cuda", 1024, dtype)
 
 
 @pytest.mark.parametrize("choice, D, T, dtype, forward", [
@@ -386,7 +401,7 @@ def test_where_descriptors_cannot_load_another_tile_may(monkeypatch, choice, D, 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     spec = AttentionSpec(**choice)
     assert f" forward={forward} " in flash.describe_launch(spec, D, "cuda", T, dtype)
-    (tile,) = flash.launch_for(spec, D, torch.device("cuda"))[1].forward.values()
+    (tile,) = flash.launch_for(spec, D, torch.device("cuda"), dtype)[1].forward.values()
     q = torch.empty(1, T, 3, 2, D, dtype=dtype)[:, :, 0].transpose(1, 2)
     assert str(flash.fitted(tile, q, q, q)) == forward
 
