@@ -63,6 +63,7 @@ class Launch(NamedTuple):
 
 
 # (generation, head size up to, operands). Generation 9: Hopper; 8 stands for every other one and needs 99 KB at most.
+# "tf32x3": FP32 operands whose every product is of TF32 parts, which take more registers and shared memory than BF16.
 LAUNCHES = {
     (9, 64, "bf16"): Launch({128: Tile(64, 128, 4, 2, 168, True), 64: Tile(64, 64, 4, 3, 128), 32: Tile(128, 32, 4, 3)},
                             Tile(64, 64, 4, 2, 128, True), Tile(32, 64, 4, 3, 128, True)),
@@ -71,9 +72,13 @@ LAUNCHES = {
                               64: Tile(64, 64, 4, 3, 0, True), 32: Tile(128, 32, 4, 3)},
                              Tile(64, 64, 4, 2, 0, True), Tile(64, 64, 4, 2, 0, True)),
     (9, 64, "fp32"): Launch({128: Tile(64, 128, 4, 1), 64: Tile(64, 64, 4, 2), 32: Tile(64, 32, 4, 2)},
-                            Tile(64, 32, 4, 2), Tile(32, 128, 8, 2)),
+                            Tile(64, 32, 4, 2), Tile(32, 128, 8, 1)),
+    (9, 64, "tf32x3"): Launch({128: Tile(64, 128, 8, 1), 64: Tile(128, 64, 8, 2), 32: Tile(128, 32, 8, 2, 128)},
+                              Tile(64, 64, 4, 1), Tile(32, 128, 8, 1)),
     (9, 128, "fp32"): Launch({128: Tile(64, 128, 8, 1), 64: Tile(64, 64, 8, 1), 32: Tile(64, 32, 4, 1)},
-                             Tile(64, 16, 4, 2), Tile(16, 64, 4, 2)),
+                             Tile(64, 32, 4, 1), Tile(32, 64, 4, 1)),
+    (9, 128, "tf32x3"): Launch({128: Tile(128, 32, 8, 1), 64: Tile(128, 64, 8, 1), 32: Tile(128, 32, 8, 1)},
+                               Tile(64, 32, 4, 1), Tile(32, 64, 4, 1)),
     (8, 64, "bf16"): Launch({128: Tile(64, 128, 4, 2), 64: Tile(64, 64, 4, 2), 32: Tile(64, 32, 4, 2)},
                             Tile(64, 64, 4, 2), Tile(64, 64, 4, 2)),
     (8, 128, "bf16"): Launch({128: Tile(64, 128, 4, 1), 64: Tile(64, 64, 4, 2), 32: Tile(64, 32, 4, 2)},
@@ -95,11 +100,19 @@ def check_available(device: torch.device) -> None:
                          "TRITON_INTERPRET=1 to run the kernels on the CPU, slowly")
 
 
-def launch_for(spec: AttentionSpec, head_size: int, device: torch.device) -> tuple[tuple, Launch]:
+def operands_of(spec: AttentionSpec, dtype: torch.dtype) -> str:
+    """The last part of a key of LAUNCHES, for tensors of this dtype."""
+    parts = spec.operands == "fp32" and spec.dots == "tf32x3" and dtype != torch.bfloat16
+    return "tf32x3" if parts else spec.operands
+
+
+def launch_for(spec: AttentionSpec, head_size: int, device: torch.device, dtype: torch.dtype) -> tuple[tuple, Launch]:
     """The table's key and entry, its forward tile resolved to the one that spec.tile_k asks for."""
     generation = 9 if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9 else 8
-    key = (generation, 64 if head_size <= 64 else 128, spec.operands)
+    key = (generation, 64 if head_size <= 64 else 128, operands_of(spec, dtype) if generation == 9 else spec.operands)
     launch = LAUNCHES[key]
+    if head_size > 64 and (spec.operands, spec.dots) == ("fp32", "ieee"):  # without tensor cores factors take registers
+        launch = launch._replace(dq=launch.dq._replace(keys=16), dkdv=launch.dkdv._replace(rows=16))
     keys = min(spec.tile_k or LARGEST_TILE, LARGEST_TILE)
     tile = launch.forward[max(keys, 32)].with_rows(max(spec.tile_q, 16))
     tile = tile._replace(keys=min(keys, tile.keys))
@@ -136,11 +149,11 @@ def describe_launch(spec: AttentionSpec, head_size: int, device: torch.device | 
     """One line for the run header: the tile, warps and stages of each kernel, for T tokens of this dtype. Errors:
     ValueError for what the kernels do not take, so that a run is told before it starts."""
     _check_sizes(spec, head_size)
-    (generation, size, operands), launch = launch_for(spec, head_size, torch.device(device))
+    (generation, size, kind), launch = launch_for(spec, head_size, torch.device(device), dtype)
     (forward,) = launch.forward.values()
     tiles = {name: tile if _whole(tile, T, head_size, dtype) else tile.with_pointers()
              for name, tile in (("forward", forward), ("dq", launch.dq), ("dkdv", launch.dkdv))}
-    return (f"triton {triton.__version__} gen{generation} D<={size} {operands}: "
+    return (f"triton {triton.__version__} gen{generation} D<={size} {kind}: "
             + " ".join(f"{name}={tile}" for name, tile in tiles.items()) + " (rows x keys/warps/stages/registers)")
 
 
@@ -149,7 +162,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, rng: Tensor, spec: AttentionSpec,
     """o, lse, ties, row_max and rest as op.differentiable describes them."""
     _check(q, spec)
     (B, H, T, D), device = q.shape, q.device
-    _, launch = launch_for(spec, D, device)
+    _, launch = launch_for(spec, D, device, q.dtype)
     (tile,) = launch.forward.values()
     o = output_like(q, spec.stores_fp32)
     rest = rest_like(o, spec)
@@ -173,7 +186,7 @@ def backward(do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor
              rest: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv as op.differentiable describes them."""
     _check(q, spec)
-    _, launch = launch_for(spec, q.shape[3], q.device)
+    _, launch = launch_for(spec, q.shape[3], q.device, q.dtype)
     dq, dk, dv = (output_like(q, False) for _ in range(3))
     delta = torch.empty(q.shape[:3], device=q.device, dtype=torch.float32)
     do, q, k, v, o, lse = _rows(do), _rows(q), _rows(k), _rows(v), _rows(o), lse.contiguous()
@@ -211,7 +224,8 @@ def _switches(spec: AttentionSpec, D: int) -> dict:
     """What every kernel is told of a spec. kernels.py says what UNIT and SCALE are."""
     unit, scale = _unit(spec, D)
     return dict(UNIT=unit, LOG2=unit * math.log2(math.e), SCALE=scale, SOFTCAP=float(spec.softcap),
-                BF16=spec.operands == "bf16", SCORES=spec.scores, DOTS=spec.dots)
+                BF16=spec.operands == "bf16", SCORES=spec.scores,
+                DOTS=spec.dots if spec.operands == "fp32" else "bf16")
 
 
 @functools.lru_cache

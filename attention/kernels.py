@@ -216,7 +216,7 @@ def forward_kernel(p_q, p_k, p_v, d_q, d_k, d_v, p_o, p_rest, p_lse, p_ties, p_r
                 x = mask(x, rows, n, BLOCK_N, MASKED)
                 b_p = probabilities((x - m_new[:, None]) * LOG2, RULE)
                 row_sum += tl.sum(b_p, 1)
-                pv = dot(cast_p(b_p, PROBS), b_v, pv, DOTS)
+                pv = dot(cast_p(b_p, PROBS), b_v, pv, DOTS, True)
             a = tl.exp2((m - m_new) * LOG2)
             acc = add_tile(acc, pv, a, p_rng, index, tile // TILE, PV)
             l = l * a + row_sum
@@ -259,9 +259,9 @@ def forward_kernel(p_q, p_k, p_v, d_q, d_k, d_v, p_o, p_rest, p_lse, p_ties, p_r
             b_v = operand(load_tile(p_v, d_v, token, h * svh, n, svt, T, BLOCK_N, D, DP, not EVEN, TMA), BF16)
             b_p = cast_p(b_p, PROBS)
             if PV == "fp32":
-                acc = dot(b_p, b_v, acc * a[:, None], DOTS)
+                acc = dot(b_p, b_v, acc * a[:, None], DOTS, True)
             else:
-                acc = add_tile(acc, dot(b_p, b_v, None, DOTS), a, p_rng, index, n // BLOCK_N, PV)
+                acc = add_tile(acc, dot(b_p, b_v, None, DOTS, True), a, p_rng, index, n // BLOCK_N, PV)
             m = m_new
 
     p_rows = tl.cast(head, tl.int64) * T + rows
@@ -363,7 +363,7 @@ def dq_kernel(p_q, p_k, p_v, d_q, d_k, d_v, d_do, p_o, p_rest, p_do, p_lse, p_de
         if SCORES == "bf16":
             dp = round_bf16(dp)
         b_ds = gradient_of_scores(b_p, dp, delta[:, None], x, ALPHA, SOFTCAP)
-        acc = dot(operand(b_ds, BF16), b_k, acc, DOTS)
+        acc = dot(operand(b_ds, BF16), b_k, acc, DOTS, True)
     if BF16:
         acc = round_bf16(acc)
     store_rows(p_dq + b * sxb + h * sxh, acc, start, sxt, T, BLOCK_M, D, DP)
@@ -413,12 +413,12 @@ def dkdv_kernel(p_q, p_k, p_v, d_q, d_k, d_v, d_do, p_do, p_lse, p_delta, p_dk, 
         if r < below:  # as in `mask`
             b_p = tl.where((tl.arange(0, BLOCK_M)[None, :] - (keys - r)[:, None]) >= 0, b_p, 0.0)
         b_do = operand(load_tile(p_do, d_do, token, col * sgh, r, sgt, T, BLOCK_M, D, DP, not EVEN, TMA), BF16)
-        b_dv = dot(operand(b_p, BF16), b_do, b_dv, DOTS)
+        b_dv = dot(operand(b_p, BF16), b_do, b_dv, DOTS, True)
         dp = dot(b_v, tl.trans(b_do), None, DOTS)
         if SCORES == "bf16":
             dp = round_bf16(dp)
         b_ds = gradient_of_scores(b_p, dp, delta[None, :], x, ALPHA, SOFTCAP)
-        b_dk = dot(operand(b_ds, BF16), b_q, b_dk, DOTS)
+        b_dk = dot(operand(b_ds, BF16), b_q, b_dk, DOTS, True)
     if BF16:
         b_dk, b_dv = round_bf16(b_dk), round_bf16(b_dv)
     store_rows(p_dk + b * sxb + h * sxh, b_dk, start, sxt, T, BLOCK_N, D, DP)

@@ -181,13 +181,46 @@ def operand(x, BF16: tl.constexpr):
 
 
 @triton.jit
-def dot(x, y, acc, DOTS: tl.constexpr):
-    """acc + x y with FP32 accumulation; acc may be None. FP32 means FP32: never plain TF32.
+def split_tf32(x):
+    """FP32 x as its nearest value of TF32, 11 bits, and the rest: 2^12 of the last place of x at most, so that the
+    tensor core, which cuts factors to TF32, takes one last place from it at most; rounding it would move it as far.
+    NaN, Inf and what rounds to Inf stay: x - large is NaN or Inf, whatever the addition made of the bits."""
+    large = ((x.to(tl.uint32, bitcast=True) + 0x1000) & 0xFFFFE000).to(tl.float32, bitcast=True)
+    return large, x - large
 
-    Where one side is BF16, the FP32 side is cut into three BF16 parts, which hold all its 24 bits: products stay exact.
+
+@triton.jit
+def in_order_of_registers(x, y):
+    """x y is the same sum with each eight columns of x and rows of y in the order 0, 2, 4, 6, 1, 3, 5, 7. In that order
+    the threads that computed x hold what a product of TF32 reads from them."""
+    M: tl.constexpr = x.shape[0]
+    K: tl.constexpr = x.shape[1]
+    N: tl.constexpr = y.shape[1]
+    x = tl.reshape(tl.permute(tl.reshape(x, (M, K // 8, 4, 2)), (0, 1, 3, 2)), (M, K))
+    return x, tl.reshape(tl.permute(tl.reshape(y, (K // 8, 4, 2, N)), (0, 2, 1, 3)), (K, N))
+
+
+@triton.jit
+def dot(x, y, acc, DOTS: tl.constexpr, COMPUTED: tl.constexpr = False):
+    """acc + x y with FP32 accumulation; acc may be None. FP32 means FP32: never plain TF32. COMPUTED: x was computed
+    here, and not loaded.
+
+    FP32 factors are cut into two TF32 parts each; the product of the small ones, 2^-22 of it at most, is left out. acc
+    is added afterwards, because the tensor core rounds its sums towards zero, at every eight terms: an acc that passes
+    through it three times a tile is off by 7 times as much. Triton's own "tf32x3" makes the same sums, and looks for
+    NaN in every part besides. Where one side is BF16, the FP32 side is cut into three BF16 parts, which hold all its 24
+    bits: products stay exact.
     """
-    if x.dtype == y.dtype:
-        return tl.dot(x, y, acc, input_precision=DOTS)
+    if x.dtype == y.dtype and x.dtype == tl.float32 and DOTS == "tf32x3":  # BF16 in the interpreter has DOTS "bf16"
+        if COMPUTED:
+            x, y = in_order_of_registers(x, y)
+        x, x1 = split_tf32(x)
+        y, y1 = split_tf32(y)
+        xy = tl.dot(x, y1, tl.dot(x1, y, input_precision="tf32"), input_precision="tf32")
+        xy = tl.dot(x, y, xy, input_precision="tf32")
+        return xy if acc is None else acc + xy
+    elif x.dtype == y.dtype:
+        return tl.dot(x, y, acc, input_precision="ieee")
     elif DOTS == "ieee":
         return tl.dot(x.to(tl.float32), y.to(tl.float32), acc, input_precision="ieee")
     elif x.dtype == tl.float32:

@@ -31,14 +31,21 @@ CANDIDATES = {
         dq=[(64, 64, 4, 2, 0, 1), (64, 64, 4, 1, 168, 1), (64, 32, 4, 2, 168, 1), (64, 128, 4, 1, 0, 1)],
         dkdv=[(64, 64, 4, 2, 0, 1), (64, 64, 4, 1, 0, 1), (64, 128, 8, 1, 0, 1)]),
     (64, "fp32"): dict(
-        forward=[(64, 32, 4, 2, 0, 0), (64, 32, 4, 1, 0, 0), (64, 32, 4, 1, 128, 0), (128, 32, 8, 2, 128, 0),
-                 (64, 64, 4, 1, 0, 0), (128, 64, 8, 2, 0, 0)],
-        dq=[(64, 32, 4, 2, 0, 0), (64, 32, 4, 1, 0, 0), (64, 64, 4, 1, 0, 0), (128, 32, 8, 1, 0, 0)],
-        dkdv=[(32, 128, 8, 2, 0, 0), (32, 128, 8, 1, 0, 0), (32, 64, 4, 1, 0, 0), (32, 64, 4, 2, 0, 0)]),
+        forward=[(64, 32, 4, 2, 0, 0), (64, 32, 4, 1, 0, 0), (64, 64, 4, 1, 0, 0)],
+        dq=[(64, 32, 4, 2, 0, 0), (64, 32, 4, 1, 0, 0), (64, 64, 4, 1, 0, 0)],
+        dkdv=[(32, 128, 8, 2, 0, 0), (32, 128, 8, 1, 0, 0), (32, 64, 4, 2, 0, 0)]),
     (128, "fp32"): dict(
-        forward=[(64, 32, 4, 1, 0, 0), (128, 32, 8, 1, 0, 0), (128, 32, 8, 2, 0, 0), (64, 64, 4, 1, 0, 0)],
-        dq=[(64, 16, 4, 2, 0, 0), (64, 16, 8, 1, 0, 0), (64, 32, 8, 1, 0, 0), (64, 32, 4, 1, 0, 0)],
-        dkdv=[(16, 64, 4, 2, 0, 0), (16, 64, 8, 1, 0, 0), (32, 64, 8, 1, 0, 0), (32, 64, 4, 1, 0, 0)]),
+        forward=[(64, 32, 4, 1, 0, 0), (128, 32, 8, 1, 0, 0), (64, 64, 4, 1, 0, 0)],
+        dq=[(64, 16, 4, 2, 0, 0), (64, 32, 8, 1, 0, 0), (64, 32, 4, 1, 0, 0)],
+        dkdv=[(16, 64, 4, 2, 0, 0), (32, 64, 8, 1, 0, 0), (32, 64, 4, 1, 0, 0)]),
+    (64, "tf32x3"): dict(
+        forward=[(128, 32, 8, 2, 128, 0), (128, 64, 8, 2, 0, 0), (128, 64, 8, 1, 0, 0), (64, 32, 4, 1, 128, 0)],
+        dq=[(64, 64, 4, 1, 0, 0), (128, 64, 8, 1, 0, 0), (128, 32, 8, 1, 0, 0)],
+        dkdv=[(32, 128, 8, 1, 0, 0), (16, 128, 8, 1, 0, 0), (32, 64, 4, 1, 0, 0)]),
+    (128, "tf32x3"): dict(
+        forward=[(128, 32, 8, 1, 0, 0), (128, 32, 8, 2, 0, 0), (128, 64, 8, 1, 0, 0)],
+        dq=[(64, 32, 4, 1, 0, 0), (64, 16, 4, 1, 0, 0), (64, 32, 8, 1, 0, 0), (64, 64, 8, 1, 0, 0)],
+        dkdv=[(32, 64, 4, 1, 0, 0), (16, 64, 4, 1, 0, 0), (32, 64, 8, 1, 0, 0), (32, 64, 4, 2, 0, 0)]),
 }
 
 
@@ -48,8 +55,8 @@ def jobs(arms, shapes) -> list[tuple]:
     found = []
     for D in sorted({shape[3] for shape in shapes}):
         for arm in arms:
-            spec = parse_arm(arm)[0]
-            for kernel, tiles in CANDIDATES[64 if D <= 64 else 128, spec.operands].items():
+            spec, _, dtype = parse_arm(arm)
+            for kernel, tiles in CANDIDATES[64 if D <= 64 else 128, flash.operands_of(spec, dtype)].items():
                 for tile in tiles:
                     fits = kernel != "forward" or spec.pv == "fp32" or tile[1] == spec.tile_k
                     if fits and (kernel == "forward" or spec.backend != "stabilized"):
@@ -64,8 +71,8 @@ def tile_of(tile):
 class Chosen:
     """While it lasts, a kernel is launched as `tile` says."""
 
-    def __init__(self, spec, D, kernel, tile):
-        self.key, self.before = flash.launch_for(spec, D, torch.device("cuda"))[0], None
+    def __init__(self, spec, D, kernel, tile, dtype):
+        self.key, self.before = flash.launch_for(spec, D, torch.device("cuda"), dtype)[0], None
         entry = flash.LAUNCHES[self.key]
         self.entry = entry._replace(
             **{kernel: entry.forward | {tile.keys: tile} if kernel == "forward" else tile})
@@ -97,7 +104,7 @@ class Passes:
     def with_tile(self, kernel, tile):
         """The same with a candidate in the place of the preset's kernel."""
         spec, tile = self.at(tile[1]) if kernel == "forward" else self.spec, tile_of(tile)
-        with Chosen(spec, self.q.shape[3], kernel, tile):
+        with Chosen(spec, self.q.shape[3], kernel, tile, self.q.dtype):
             return self.preset(kernel, tile.keys)
 
     def at(self, keys):

@@ -1,4 +1,6 @@
-"""A kernel that applies one helper of attention/tiles.py to every element; its own file, as Triton needs a source."""
+"""Kernels around helpers of attention/tiles.py: one of every element, one of a product of two tiles.
+
+In a file of their own, as Triton needs the source."""
 
 import triton
 import triton.language as tl
@@ -19,6 +21,17 @@ def elementwise(p_x, p_out, n, HELPER: tl.constexpr, ARGUMENT: tl.constexpr = ""
             y = tiles.round_fp8(x, ARGUMENT)
         elif HELPER == "add_bf16":
             y = tiles.add_bf16(x, x * ARGUMENT)
+        elif HELPER == "large":
+            y, _ = tiles.split_tf32(x)
+        elif HELPER == "small":
+            _, y = tiles.split_tf32(x)
         else:
             y = tiles.tanh(x)
         tl.store(p_out + i, y, mask=i < n)
+
+
+@triton.jit
+def product(p_x, p_y, p_acc, p_out, N: tl.constexpr, DOTS: tl.constexpr, COMPUTED: tl.constexpr):
+    i = tl.arange(0, N)[:, None] * N + tl.arange(0, N)[None, :]
+    acc = tl.load(p_acc + i) if p_acc is not None else None
+    tl.store(p_out + i, tiles.dot(tl.load(p_x + i), tl.load(p_y + i), acc, DOTS, COMPUTED))

@@ -265,6 +265,37 @@ def test_rounding_helpers(worker):
     assert ((y.double() - t.double().tanh()).abs() <= 4e-7 * t.double().tanh().abs()).all()
 
 
+def test_tf32_parts(worker):
+    """Large and small part make x, the large one is a value of TF32, and of the small one the tensor core, which cuts
+    factors to TF32, takes no more than x's last place. NaN and Inf do not vanish."""
+    bits = torch.randint(-2**31, 2**31 - 1, (50000,), dtype=torch.int32)
+    patterns = [0x1000, 0x1FFF, 0x3FFFFFFF, 0x3F800FFF, 0x3F801000, 0x3F801001, 0x3F802FFF, 0x7F7FEFFF, 1, 0]
+    bits = torch.cat([bits[(bits & 0x7FFFFFFF) < 0x7F7FF000], torch.tensor(patterns, dtype=torch.int32)])
+    x = torch.cat([bits, bits | -2**31]).view(torch.float32)
+    large, small = (worker.submit(interpreted.kernel_helper, part, x).result() for part in ("large", "small"))
+    assert not (large.view(torch.int32) & 0x1FFF).any() and torch.equal(large.double() + small, x.double())
+    left_over = small.double() - (small.view(torch.int32) & -0x2000).view(torch.float32)
+    last_place = torch.exp2((torch.frexp(x.double())[1] - 24).double()).clamp(min=2.0**-149)
+    assert (small.abs() <= 2**12 * last_place).all()
+    assert (left_over.abs() <= last_place.clamp(min=2.0**-136)).all()  # below 2^-126 TF32 has steps of 2^-136
+    special = torch.tensor([0x7F800000, -0x800000, 0x7FC00000, 0x7FFFFFFF, -1, 0x7F800001, 0x7F7FF000, 0x7F7FFFFF],
+                           dtype=torch.int32).view(torch.float32)
+    large, small = (worker.submit(interpreted.kernel_helper, part, special).result() for part in ("large", "small"))
+    assert not (large + small).isfinite().any()
+
+
+def test_a_sum_of_tf32_products_is_added_once(worker):
+    """A tensor core rounds its sums towards zero at every eight terms, so an accumulator must not pass through it: three
+    times a tile it is off by 7 times as much."""
+    x, y, acc = torch.randn(3, 32, 32)
+    plain, acc = worker.submit(interpreted.product, x, y, None, "tf32x3", False).result(), 100 * acc
+    assert torch.equal(worker.submit(interpreted.product, x, y, acc, "tf32x3", False).result(), acc + plain)
+    exact, size = x.double() @ y.double(), x.double().abs() @ y.double().abs()
+    for computed in (False, True):
+        found = worker.submit(interpreted.product, x, y, None, "tf32x3", computed).result()
+        assert ((found - exact).abs() <= 2**-20 * size).all()
+
+
 def test_launch_is_described_and_bad_input_refused(worker):
     spec = AttentionSpec(backend="flash_bf16")
     line = worker.submit(interpreted.call, "describe_launch", spec, 64, "cpu", 1024, torch.float32).result()
@@ -325,7 +356,7 @@ def test_launch_table():
     tiles are what Triton and the tensor cores can take."""
     from attention import flash
 
-    assert {key[0] for key in flash.LAUNCHES} == {8, 9} and len(flash.LAUNCHES) == 2 * 2 * 2
+    assert {key[0] for key in flash.LAUNCHES} == {8, 9} and len(flash.LAUNCHES) == 2 * 2 * 2 + 2
     for (generation, _, operands), launch in flash.LAUNCHES.items():
         assert set(launch.forward) == {128, 64, 32}
         for keys, tile in (*launch.forward.items(), (launch.dq.keys, launch.dq), (launch.dkdv.keys, launch.dkdv)):
@@ -335,6 +366,21 @@ def test_launch_table():
             assert tile.tma or tile.otherwise is None, tile
             for rows, keys_, warps, stages in (tile[:4], plain[:4]):
                 assert all(n & (n - 1) == 0 for n in (rows, keys_, warps)) and min(rows, keys_) >= 16 and stages >= 1
+
+
+@pytest.mark.parametrize("D, dots, dtype, tiles", [
+    (64, "tf32x3", torch.float32, "tf32x3: forward=128x32/8w/2s/128r dq=64x64/4w/1s dkdv=32x128/8w/1s"),
+    (64, "tf32x3", torch.bfloat16, "fp32: forward=64x32/4w/2s dq=64x32/4w/2s dkdv=32x128/8w/1s"),
+    (64, "ieee", torch.float32, "fp32: forward=64x32/4w/2s dq=64x32/4w/2s dkdv=32x128/8w/1s"),
+    (128, "tf32x3", torch.float32, "tf32x3: forward=128x32/8w/1s dq=64x32/4w/1s dkdv=32x64/4w/1s"),
+    (128, "tf32x3", torch.bfloat16, "fp32: forward=64x32/4w/1s dq=64x32/4w/1s dkdv=32x64/4w/1s"),
+    (128, "ieee", torch.float32, "fp32: forward=64x32/4w/1s dq=64x16/4w/1s dkdv=16x64/4w/1s"),
+])
+def test_fp32_operands_have_tiles_by_how_they_are_multiplied(monkeypatch, D, dots, dtype, tiles):
+    from attention import flash
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    assert f" D<={D} {tiles} " in flash.describe_launch(AttentionSpec("flash_fp32", dots=dots), D, "cuda", 1024, dtype)
 
 
 @pytest.mark.parametrize("choice, D, T, dtype, forward", [
@@ -355,7 +401,7 @@ def test_where_descriptors_cannot_load_another_tile_may(monkeypatch, choice, D, 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     spec = AttentionSpec(**choice)
     assert f" forward={forward} " in flash.describe_launch(spec, D, "cuda", T, dtype)
-    (tile,) = flash.launch_for(spec, D, torch.device("cuda"))[1].forward.values()
+    (tile,) = flash.launch_for(spec, D, torch.device("cuda"), dtype)[1].forward.values()
     q = torch.empty(1, T, 3, 2, D, dtype=dtype)[:, :, 0].transpose(1, 2)
     assert str(flash.fitted(tile, q, q, q)) == forward
 

@@ -82,6 +82,36 @@ def test_fp32_means_fp32():
         torch.set_float32_matmul_precision(previous)
 
 
+@pytest.mark.parametrize("dots", ["tf32x3", "ieee"])
+@pytest.mark.parametrize("D", [64, 128])
+def test_digits_of_fp32_values(D, dots):
+    """Of values with all 24 bits, whose small TF32 parts are not 0. Sums that pass through the tensor core, which
+    rounds towards zero, lose 3 to 8 times of both."""
+    qkv, do = inputs(2, 4, 1024, D, torch.float32)
+    qkv, do = [(x.detach() * 1.1).requires_grad_() for x in qkv], do * 1.1
+    ours, reference = run(qkv, do, make("flash_fp32", dots=dots)), exact(qkv, do)
+    assert max(errors(ours, reference)) < 2e-6, errors(ours, reference)
+    lost = [(((a - b) * b.sign()).mean() / b.abs().mean()).item() for a, b in zip(ours, reference, strict=True)]
+    assert max(map(abs, lost)) < 1.2e-6, lost
+
+
+@pytest.mark.parametrize("value", [0x7F800000, -0x800000, 0x7FC00000, 0x7FFFFFFF, -1])  # Inf, -Inf, three NaN
+@pytest.mark.parametrize("which", ["q", "k", "v", "do"])
+def test_nan_and_inf_of_fp32_values_do_not_vanish(which, value):
+    """And stay in their head: cutting factors into parts works on their bits."""
+    qkv, do = inputs(1, 2, 200, 64, torch.float32)
+    clean, row, column = run(qkv, do, make("flash_fp32")), 77, 5
+    hit = do if which == "do" else qkv["qkv".index(which)]
+    with torch.no_grad():
+        hit[0, 1, row, column] = torch.tensor(value, dtype=torch.int32).view(torch.float32)
+    ours = run(qkv, do, make("flash_fp32"))
+    assert all(torch.equal(a[:, 0], b[:, 0]) for a, b in zip(ours, clean, strict=True))
+    o, dq, dk, dv = (x[0, 1].isfinite() for x in ours)
+    touched = dict(q=[o[row], dq[row], dk[: row + 1], dv[: row + 1]], k=[dq[row:, column]],
+                   v=[o[row:, column], dq[row:]], do=[dq[row], dk[: row + 1], dv[: row + 1, column]])[which]
+    assert not any(x.any() for x in touched)
+
+
 def test_fp32_on_bf16_tensors_loses_nothing():
     """BF16 tensors take exact BF16 products; the result is that of the same values in float32 tensors."""
     qkv, do = inputs(1, 4, 500, 64)
@@ -270,7 +300,7 @@ def test_memory(backend, T):
 def test_descriptors_and_pointers_give_the_same_bits(backend, D, monkeypatch):
     qkv, do = inputs(2, 3, 1024, D)
     spec = changed(AttentionSpec(), backend)
-    _, launch = flash.launch_for(spec, D, do.device)
+    _, launch = flash.launch_for(spec, D, do.device, do.dtype)
     used = [flash.fitted(tile, *qkv, do).tma for tile in (*launch.forward.values(), launch.dq, launch.dkdv)]
     assert any(used) == (torch.cuda.get_device_capability()[0] == 9)
     by_descriptors = run(qkv, do, spec)
