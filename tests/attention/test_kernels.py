@@ -285,8 +285,8 @@ def test_tf32_parts(worker):
 
 
 def test_a_sum_of_tf32_products_is_added_once(worker):
-    """A tensor core rounds its sums towards zero at every eight terms, so an accumulator must not pass through it: three
-    times a tile it is off by 7 times as much."""
+    """A tensor core rounds its sums towards zero at every eight terms, so an accumulator must not pass through it:
+    three times a tile it is off by 7 times as much."""
     x, y, acc = torch.randn(3, 32, 32)
     plain, acc = worker.submit(interpreted.product, x, y, None, "tf32x3", False).result(), 100 * acc
     assert torch.equal(worker.submit(interpreted.product, x, y, acc, "tf32x3", False).result(), acc + plain)
