@@ -8,8 +8,7 @@ from torch import Tensor
 
 from attention.rounding import round_bf16, round_to
 from attention.spec import AttentionSpec
-from diagnostics.precision import Pair, both, score_gradients
-from diagnostics.ties import maxima
+from diagnostics.precision import Pair
 
 MOST = 5  # rows with this many ones or more share a line of a table
 SIGNS = ("negative", "positive", "mixed")
@@ -136,37 +135,3 @@ def _steps(pbar, l, v, do, ones, spec) -> Tensor:
 def _running(pbar, v, probs) -> Tensor:
     """lp's running sums of P V along t, in FP32."""
     return (round_to(pbar.float(), probs)[..., None] * v.float()).cumsum(-2)
-
-
-def pushes(frame, spec: AttentionSpec, rng: Tensor | None = None) -> dict[str, Tensor]:
-    """How a head's rounding errors move W_Q's largest singular value, by sequence of a frame (`scene.Frame`), (B,)
-    float64. All but sum and tied are parts of -dW_Q along u v^T, W_Q's first singular pair: positive where descent
-    makes |W_Q| larger. Scores as the spec rounds them are exact here; for no query norm and no soft cap.
-
-    gradient: by the exact gradient. error: by everything that spec's backward pass rounds, its dS less the exact one.
-    row_sum: the part of error whose dS is a multiple of P in each row: the exact rows of dS add up to 0, so this is
-    what they add up to, along the attended key (PK)[T]. push: the part of that which delta's error makes, as
-    `coherence.gradient_error`; the rest is dP's rounding, which delta = rowsum(dO O) does not share. sum: of delta's
-    error alone, sum_T (delta_lp - delta_hp)[T] (paper figure 12). size: the root of the summed squares of push's terms,
-    what independent errors without a bias would add up to. tied: the share of rows with several P = 1.
-    dw, dw_error: the exact dW_Q, and what everything rounded adds to it, of all sequences together, (D, C).
-    rng: as `emulated.trace`.
-    """
-    alpha = frame.q.shape[-1] ** -0.5
-    pair = both(frame.q, frame.k, frame.v, spec, frame.do, rng)
-    p, k = pair.p, frame.k.double()
-    u, _, vt = torch.linalg.svd(frame.wq.double(), full_matrices=False)
-    xv = frame.x.double() @ vt[0]
-
-    def along(rows: Tensor) -> Tensor:  # rows of dS or P -> the share of each token in dW_Q along u v^T
-        return (rows @ k @ u[:, 0]) * xv
-
-    terms = alpha * pair.delta_error * along(p)
-    ds = alpha * p * (frame.do.double() @ frame.v.double().mT - pair.delta_hp[..., None])
-    rounded = score_gradients(frame.q, frame.k, frame.v, frame.do, pair, spec)
-    x = frame.x.double().flatten(0, 1)
-    dw, dw_error = ((rows @ k).flatten(0, 1).mT @ x for rows in (ds, rounded - ds))
-    return {"sum": pair.delta_error.sum(-1), "push": terms.sum(-1), "size": terms.norm(dim=-1),
-            "tied": (maxima(pair.s, "one").sum(-1) > 1).double().mean(-1),
-            "gradient": -along(ds).sum(-1), "error": -along(rounded - ds).sum(-1),
-            "row_sum": -(rounded.sum(-1) * along(p)).sum(-1), "dw": dw, "dw_error": dw_error}

@@ -6,7 +6,7 @@
 A checkpoint of step s reads the recorded rows of steps s, s + 1, ... until it has --sequences of them, or the last ones
 where these end before. For every head, means over sequences with their standard errors: the sum of delta_lp - delta_hp
 over a sequence (the paper's figure 5a), and what the exact gradient, that error and everything that is rounded do to
-the largest singular value of the head's W_Q (`diagnostics.bias.pushes`). t is mean over standard error; beyond 3 either
+the largest singular value of the head's W_Q (`diagnostics.pushes`). t is mean over standard error; beyond 3 either
 way is a bias. Losses are scaled as in training, so that a mean times the sequences of a step is what a step adds up.
 
 Step by step: error_share, the spectral norm of the error of dW_Q over that of the exact dW_Q; error_rank_one, the share
@@ -35,10 +35,10 @@ import checkpoint
 from attention.layers import changed
 from attention.spec import NO_SWITCHES, AttentionSpec
 from config import Config, ConfigError
-from diagnostics.bias import pushes
 from diagnostics.coherence import top_share
 from diagnostics.lines import pyplot, save
 from diagnostics.precision import head_spec
+from diagnostics.pushes import Pushes, pushes
 from diagnostics.scene import capture_heads
 from diagnostics.weights import spectral_norm
 from files import write_text
@@ -95,8 +95,8 @@ def measure(run: Path, steps: str, layer: int, heads: list[int] | None, sequence
                 for head, frame in zip(heads, frames, strict=True):
                     for change in numerics:
                         spec = head_spec(_changed(layers[layer].spec, change), head)
-                        one = pushes(frame, spec, layers[layer].rng)
-                        sums[head, change] += torch.stack([one.pop("dw"), one.pop("dw_error")])
+                        one, matrices = pushes(frame, spec, layers[layer].rng)
+                        sums[head, change] += matrices
                         found[head, change].append(one)
             for key, both in sums.items():
                 steps_of[key].append(both)
@@ -108,16 +108,16 @@ def measure(run: Path, steps: str, layer: int, heads: list[int] | None, sequence
     return lines
 
 
-def by_sequence(values: list[dict]) -> dict[str, float]:
+def by_sequence(values: list[Pushes]) -> dict[str, float]:
     """The script's measures over sequences, of what `pushes` found of each batch of them."""
     found = {}
     for name in ("sum", "push", "row_sum", "error", "gradient"):
-        one = torch.cat([value[name] for value in values])
+        one = torch.cat([getattr(value, name) for value in values])
         mean, error = one.mean().item(), one.std().item() / math.sqrt(len(one))
         found |= {name: mean, f"{name}_se": error, f"{name}_t": mean / error if error else 0.0}
-    size = torch.cat([value["size"] for value in values])
+    size = torch.cat([value.size for value in values])
     return found | {"push_independent_se": size.square().mean().sqrt().item() / math.sqrt(len(size)),
-                    "tied": torch.cat([value["tied"] for value in values]).mean().item()}
+                    "tied": torch.cat([value.tied for value in values]).mean().item()}
 
 
 def by_step(matrices: list[Tensor]) -> dict[str, float]:

@@ -44,6 +44,7 @@ MAY_IMPORT = {
     "files": set(),
     "plan": {"attention", "config", "checkpoint", "data", "metrics", "model", "replay"},
     "runinfo": {"attention", "config", "replay"},
+    "keeper": {"checkpoint", "metrics", "replay", "trainer"},
 }
 EVERYTHING = ("train", "trainer", "steplog", "scripts")
 
