@@ -1,16 +1,16 @@
-"""The small run, in minutes on one GPU: record flash_bf16, replay its batches under other arms, say whose W_Q ran away.
+"""The small run, in minutes on one GPU: record flash_bf16, replay its batches under other arms, say what ran away.
 
     python scripts/reproduce_mini.py --dataset data/mini [--out runs/mini] [--steps 5000] [--seed 1]
 
 flash_bf16 trains, at most until its loss fails, and records its order; the other arms replay it side by side. Writes
-figure.png, layers.png and comparison.json into --out, and ends with a sentence. Interrupted or killed, the same command
-goes on. An arm is NAME or NAME:SWITCH=VALUE[:SWITCH=VALUE], e.g. flash_bf16:delta=dp_p.
+figure.png, layers.png and comparison.json into --out, and ends with two sentences. Interrupted or killed, the same
+command goes on. An arm is NAME or NAME:SWITCH=VALUE[:SWITCH=VALUE], e.g. flash_bf16:delta=dp_p.
 
-What to expect by step 5,000, as seen in results/mini: W_Q of a head in layer 1 runs away (more than 3 times the median
-norm of all heads) under flash_bf16 in 5 of 5 seeds (in seed 2 it is layer 2), under stabilized in 3 of 3, under sdpa in
-1 of 1 (seed 3), under flash_fa2 in 1 of 2 (seed 3, not seed 1); with delta = rowsum(dP P) in 0 of 5. standard and
-flash_fp32 were not run there. The loss fails later, or not: flash_bf16's by step 10,000 in 1 of 3 seeds, in seed 1 at
-8,590. The same command with --steps 10000 goes on and waits for it.
+What to expect by step 5,000, as seen in results/mini: scores of layer 1 run away (above 1,000) under flash_bf16 in 10
+of 10 seeds (in seed 2 it is layer 2), under stabilized in 3 of 3, under sdpa and flash_fa2 each in 1 of 2 (seed 3, not
+seed 1); with delta = rowsum(dP P) in 0 of 10. standard and flash_fp32 were not run there. The loss fails later, or not:
+flash_bf16's by step 10,000 in 1 of 3 seeds, in seed 1 at 8,590. The same command with --steps 10000 goes on and waits
+for it.
 A small model on a small corpus: it is not the paper's run, and what happens here need not happen there.
 """
 
