@@ -369,7 +369,7 @@ def test_launch_table():
 
 
 @pytest.mark.parametrize("D, dots, dtype, tiles", [
-    (64, "tf32x3", torch.float32, "tf32x3: forward=128x32/8w/2s/128r dq=64x64/4w/1s dkdv=32x128/8w/1s"),
+    (64, "tf32x3", torch.float32, "tf32x3: forward=128x32/8w/2s/128r dq=128x64/8w/1s dkdv=32x128/8w/1s"),
     (64, "tf32x3", torch.bfloat16, "fp32: forward=64x32/4w/2s dq=64x32/4w/2s dkdv=32x128/8w/1s"),
     (64, "ieee", torch.float32, "fp32: forward=64x32/4w/2s dq=64x32/4w/2s dkdv=32x128/8w/1s"),
     (128, "tf32x3", torch.float32, "tf32x3: forward=128x32/8w/1s dq=64x32/4w/1s dkdv=32x64/4w/1s"),
