@@ -21,7 +21,7 @@ from scripts.runs import CompareError, Run, load_run, nan_last
 FAILS, STABLE, UNTRIED = "fails", "stable", "not tried"
 FIRST = "flash_bf16"  # the run that fails: it proposes the layer and the heads that other arms name
 PROPOSES = "probe/wq_norm_head/layer"
-EVENTS = {"step_of_scores": ":", "step_of_runaway": "--", "step_of_failure": "-"}  # and how they are drawn
+EVENTS = {"step_of_scores": (":", 3), "step_of_runaway": ("--", 1.2), "step_of_failure": ("-", 1.2)}  # as drawn
 
 
 @dataclass(frozen=True)
@@ -231,7 +231,7 @@ def tabulate(arms: dict[str, Arm], seeds: list[int], runs: dict[tuple[str, int],
 def draw(found: dict, path: Path) -> None:
     """One panel an arm with a run: the share of its seeds that failed by a step (`failed_by`), and the shares whose W_Q
     (dashed) and whose scores (dotted) had run away; the first arm's in grey; ticks where a run that has not failed
-    ends; at the right the interval of the rate of failure."""
+    ends; at the right the interval of the rate at which scores run away."""
     plt = pyplot()
 
     rows = {line["arm"]: [r for r in found["rows"] if r["arm"] == line["arm"] and r["last_step"] is not None]
@@ -245,20 +245,21 @@ def draw(found: dict, path: Path) -> None:
     for axis in axes.flat[len(lines):]:
         axis.set_visible(False)
     for axis, line in zip(axes.flat, lines, strict=False):
-        for name, look in ((FIRST, {"color": "0.6", "linewidth": 3}), (line["arm"], {"color": "black"})):
-            for event, dashes in EVENTS.items() if rows.get(name) else ():
+        for name, color in ((FIRST, "0.7"), (line["arm"], "black")):
+            for event, (dashes, width) in EVENTS.items() if rows.get(name) else ():
                 at, shares = failed_by(rows[name], event)
                 axis.step([*at, max(r["last_step"] for r in rows[name])], [*shares, shares[-1]], where="post",
-                          linestyle=dashes, **look)
+                          linestyle=dashes, linewidth=width, color=color)
         ends = [r["last_step"] for r in rows[line["arm"]] if r["step_of_failure"] is None]
         axis.plot(ends, [shares[sum(step <= end for step in at) - 1] for end in ends], "k|", markersize=9)
-        if line["finished"]:
-            axis.plot([1.04 * steps] * 2, [line["rate_low"], line["rate_high"]], "k_-", linewidth=1)
+        if line["scores_ran_away_or_finished"]:
+            axis.plot([1.04 * steps] * 2, [line["scores_low"], line["scores_high"]], "k_-", linewidth=1)
         axis.set_title(f"{line['arm']}\n{line['failed']} of {line['finished']} failed; ran away: W_Q "
                        f"{line['ran_away']}, scores {line['scores_ran_away']} of {line['scores_ran_away_or_finished']}",
                        fontsize=6)
         axis.set(xlim=(0, 1.08 * steps), ylim=(-0.05, 1.05))
-        axis.tick_params(labelsize=7)
-    figure.supxlabel("step (solid: the loss failed, dashed: W_Q ran away, dotted: scores did)", fontsize=8)
+        axis.tick_params(labelsize=7, labelbottom=True)
+    figure.supxlabel("step (solid: the loss failed, dashed: W_Q ran away, dotted: scores did; grey: the same of "
+                     f"{FIRST}; bar: 95 % interval of the rate of scores)", fontsize=8)
     figure.supylabel("share of seeds", fontsize=8)
     save(figure, path, dpi=150)
