@@ -23,8 +23,9 @@ from attention.tiles import (
     count_of_pairs,
     divide_rows,
     dot,
+    load_operand,
     load_rows,
-    load_tile,
+    matrix_of,
     max_of_pairs,
     narrow,
     operand,
@@ -142,14 +143,91 @@ def cast_p(b_p, PROBS: tl.constexpr):
 
 
 @triton.jit
-def count_ties(pairs, above, floor, rm, KEYS: tl.constexpr):
-    """rs: how many scores of each row are within epsilon of its maximum rm, not below floor = rm - epsilon: by `pairs`
-    of them, or KEYS less the sign bits of above = x - floor. 0 where the tile masks the whole row."""
-    if pairs is not None:
-        return count_of_pairs(pairs, tl.maximum(floor, 0.5 * MASKED))
+def scores_and_maximum(b_q, b_k, rows, first, below, KEYS: tl.constexpr, SCORES: tl.constexpr, SCALE: tl.constexpr,
+                       SOFTCAP: tl.constexpr, DOTS: tl.constexpr):
+    """x; the same as `count_ties` takes it, in pairs where PAIRS; and the maximum of each row."""
+    PAIRS: tl.constexpr = SCORES == "bf16" and SOFTCAP == 0  # scores are BF16 values, two in a register
+    x = scores(b_q, b_k, SCORES, SCALE, SOFTCAP, DOTS, not PAIRS)
+    if PAIRS:
+        pairs = pack(x)
+        if first >= below:
+            pairs = mask_pairs(pairs, rows, first, KEYS)
+        rm = max_of_pairs(pairs)
+        return unpack(pairs), pairs, rm
+    else:
+        if first >= below:
+            x = mask(x, rows, first, KEYS, MASKED)
+        return x, x, tl.max(x, 1)
+
+
+@triton.jit
+def count_ties(x, above, floor, rm, KEYS: tl.constexpr):
+    """rs: how many scores of each row are within epsilon of its maximum rm, not below floor = rm - epsilon: by x if it
+    is in pairs, or KEYS less the sign bits of above = x - floor. 0 where the tile masks the whole row."""
+    if x.dtype == tl.uint32:
+        return count_of_pairs(x, tl.maximum(floor, 0.5 * MASKED))
     else:
         rs = KEYS + tl.sum(above.to(tl.int32, bitcast=True) >> 31, 1)
         return tl.where(rm > 0.5 * MASKED, rs, 0)
+
+
+@triton.jit
+def wide_steps(b_q, k, v, m, l, acc, ties, row_max, rows, end, TILE, counted, p_rng, index, BLOCK_N: tl.constexpr,
+               D: tl.constexpr, DP: tl.constexpr, EVEN: tl.constexpr, TMA: tl.constexpr, LOG2: tl.constexpr,
+               SCALE: tl.constexpr, SOFTCAP: tl.constexpr, BF16: tl.constexpr, SCORES: tl.constexpr,
+               PROBS: tl.constexpr, ROW_SUM: tl.constexpr, PV: tl.constexpr, RULE: tl.constexpr, BETA: tl.constexpr,
+               CAP: tl.constexpr, LEAST: tl.constexpr, SHIFT: tl.constexpr, EPSILON: tl.constexpr, STATS: tl.constexpr,
+               DOTS: tl.constexpr):
+    """m, l, acc, ties and row_max after all keys, in steps of TILE (up to the whole row), each in parts of BLOCK_N: m
+    and rs of the step are found first, then P V is summed over the parts in FP32 and rounded once."""
+    TIED: tl.constexpr = RULE == "paper" or RULE == "capped"
+    for tile in range(0, end, TILE):
+        stop = tl.minimum(tile + TILE, end)
+        rm = tl.full(m.shape, MASKED, tl.float32)
+        rs = tl.zeros(m.shape, tl.int32)
+        for n in range(tile, stop, BLOCK_N):
+            b_k = load_operand(k, n, BLOCK_N, D, DP, EVEN, TMA, BF16)
+            x = mask(scores(b_q, b_k, SCORES, SCALE, SOFTCAP, DOTS), rows, n, BLOCK_N, MASKED)
+            rm = tl.maximum(rm, tl.max(x, 1))
+        if TIED or STATS:
+            floor = rm - EPSILON
+            last = stop if TIED else tl.where(counted, stop, tile)
+            for n in range(tile, last, BLOCK_N):
+                b_k = load_operand(k, n, BLOCK_N, D, DP, EVEN, TMA, BF16)
+                x = mask(scores(b_q, b_k, SCORES, SCALE, SOFTCAP, DOTS), rows, n, BLOCK_N, MASKED)
+                rs += count_ties(x, x - floor[:, None], floor, rm, BLOCK_N)
+        m_new = new_maximum(m, rm, rs, RULE, BETA, CAP, LEAST, SHIFT)
+        pv = tl.zeros(acc.shape, tl.float32)
+        row_sum = tl.zeros(m.shape, tl.float32)
+        for n in range(tile, stop, BLOCK_N):
+            b_k = load_operand(k, n, BLOCK_N, D, DP, EVEN, TMA, BF16)
+            b_v = load_operand(v, n, BLOCK_N, D, DP, EVEN, TMA, BF16)
+            x = mask(scores(b_q, b_k, SCORES, SCALE, SOFTCAP, DOTS), rows, n, BLOCK_N, MASKED)
+            b_p = probabilities((x - m_new[:, None]) * LOG2, RULE)
+            row_sum += tl.sum(b_p, 1)
+            pv = dot(cast_p(b_p, PROBS), b_v, pv, DOTS, True)
+        a = tl.exp2((m - m_new) * LOG2)
+        acc = add_tile(acc, pv, a, p_rng, index, tile // TILE, PV)
+        l = l * a + row_sum
+        if ROW_SUM == "bf16":
+            l = round_bf16(l)
+        m = m_new
+        ties, row_max = tl.maximum(ties, rs), tl.maximum(row_max, rm)
+    return m, l, acc, ties, row_max
+
+
+@triton.jit
+def round_output(o, index, h, p_rng, OUTPUT: tl.constexpr, FP32_HEADS: tl.constexpr):
+    """O as it is stored. Bit h of FP32_HEADS: head h stays FP32."""
+    rounded = o
+    if OUTPUT == "stochastic":
+        word, _, _, _ = random_words(p_rng, index)
+        rounded = round_stochastic(o, word)
+    elif OUTPUT == "bf16":
+        rounded = round_bf16(o)
+    if FP32_HEADS != 0:
+        rounded = tl.where(((FP32_HEADS >> tl.cast(h, tl.int64)) & 1) != 0, o, rounded)
+    return rounded
 
 
 @triton.jit(do_not_specialize=["counted", "H", "TILE", "HEADS", "GROUP"])
@@ -160,29 +238,26 @@ def forward_kernel(p_q, p_k, p_v, d_q, d_k, d_v, p_o, p_rest, p_lse, p_ties, p_r
                    BF16: tl.constexpr, SCORES: tl.constexpr, PROBS: tl.constexpr, ROW_SUM: tl.constexpr,
                    PV: tl.constexpr, OUTPUT: tl.constexpr, FP32_HEADS: tl.constexpr, RULE: tl.constexpr,
                    BETA: tl.constexpr, CAP: tl.constexpr, LEAST: tl.constexpr, SHIFT: tl.constexpr,
-                   EPSILON: tl.constexpr,
-                   STATS: tl.constexpr, WIDE: tl.constexpr, DOTS: tl.constexpr, TMA: tl.constexpr):
+                   EPSILON: tl.constexpr, STATS: tl.constexpr, WIDE: tl.constexpr, DOTS: tl.constexpr,
+                   TMA: tl.constexpr):
     """O, L and row statistics of one block of rows (paper Algorithm 1); ties in the first `counted` heads alone.
     Where p_rest is not None, BF16 of what O's rounding left over goes there, laid out as O.
 
-    A tile of BLOCK_N keys is one step of the online softmax. WIDE: a step is TILE keys (up to the whole row), in parts
-    of BLOCK_N; m and rs of the step are found first, then P V is summed over the parts in FP32 and rounded once.
+    A tile of BLOCK_N keys is one step of the online softmax. WIDE: a step is TILE keys, by `wide_steps`.
     """
     TIED: tl.constexpr = RULE == "paper" or RULE == "capped"  # rules that count ties anyway
-    PAIRS: tl.constexpr = SCORES == "bf16" and SOFTCAP == 0  # scores are BF16 values, two in a register
     blocks = tl.cdiv(T, BLOCK_M)
     block, head = assign(blocks, HEADS, GROUP)
     start = (blocks - 1 - block) * BLOCK_M  # long rows first
     b, h = tl.cast(head // H, tl.int64), head % H
-    p_q += b * sqb + tl.cast(h, tl.int64) * sqh
-    p_k += b * skb + tl.cast(h, tl.int64) * skh
-    p_v += b * svb + tl.cast(h, tl.int64) * svh
-    token = head // H * T  # where the head's rows begin in the matrices that descriptors see: see load_tile
+    q = matrix_of(b, h, T, p_q, d_q, sqb, sqh, sqt)
+    k = matrix_of(b, h, T, p_k, d_k, skb, skh, skt)
+    v = matrix_of(b, h, T, p_v, d_v, svb, svh, svt)
     p_o += b * sob + tl.cast(h, tl.int64) * soh
     rows = start + tl.arange(0, BLOCK_M)
     end = tl.minimum(start + BLOCK_M, T)
 
-    b_q = operand(load_tile(p_q, d_q, token, h * sqh, start, sqt, T, BLOCK_M, D, DP, not EVEN, TMA), BF16)
+    b_q = load_operand(q, start, BLOCK_M, D, DP, EVEN, TMA, BF16)
     m = tl.full((BLOCK_M,), -float("inf"), tl.float32)
     l = tl.zeros((BLOCK_M,), tl.float32)
     acc = tl.zeros((BLOCK_M, DP), tl.float32)
@@ -190,60 +265,19 @@ def forward_kernel(p_q, p_k, p_v, d_q, d_k, d_v, p_o, p_rest, p_lse, p_ties, p_r
     index = element_index(head, rows, T, D, DP) if PV == "stochastic" else None
 
     if WIDE:
-        for tile in range(0, end, TILE):
-            stop = tl.minimum(tile + TILE, end)
-            rm = tl.full((BLOCK_M,), MASKED, tl.float32)
-            rs = tl.zeros((BLOCK_M,), tl.int32)
-            for n in range(tile, stop, BLOCK_N):
-                b_k = operand(load_rows(p_k, n, skt, T, BLOCK_N, D, DP, not EVEN), BF16)
-                x = scores(b_q, b_k, SCORES, SCALE, SOFTCAP, DOTS)
-                rm = tl.maximum(rm, tl.max(mask(x, rows, n, BLOCK_N, MASKED), 1))
-            if TIED or STATS:
-                last = stop if TIED else tl.where(head < counted, stop, tile)
-                for n in range(tile, last, BLOCK_N):
-                    b_k = operand(load_rows(p_k, n, skt, T, BLOCK_N, D, DP, not EVEN), BF16)
-                    x = scores(b_q, b_k, SCORES, SCALE, SOFTCAP, DOTS)
-                    x = mask(x, rows, n, BLOCK_N, MASKED)
-                    floor = rm - EPSILON
-                    rs += count_ties(None, x - floor[:, None], floor, rm, BLOCK_N)
-            m_new = new_maximum(m, rm, rs, RULE, BETA, CAP, LEAST, SHIFT)
-            pv = tl.zeros((BLOCK_M, DP), tl.float32)
-            row_sum = tl.zeros((BLOCK_M,), tl.float32)
-            for n in range(tile, stop, BLOCK_N):
-                b_k = operand(load_rows(p_k, n, skt, T, BLOCK_N, D, DP, not EVEN), BF16)
-                b_v = operand(load_rows(p_v, n, svt, T, BLOCK_N, D, DP, not EVEN), BF16)
-                x = scores(b_q, b_k, SCORES, SCALE, SOFTCAP, DOTS)
-                x = mask(x, rows, n, BLOCK_N, MASKED)
-                b_p = probabilities((x - m_new[:, None]) * LOG2, RULE)
-                row_sum += tl.sum(b_p, 1)
-                pv = dot(cast_p(b_p, PROBS), b_v, pv, DOTS, True)
-            a = tl.exp2((m - m_new) * LOG2)
-            acc = add_tile(acc, pv, a, p_rng, index, tile // TILE, PV)
-            l = l * a + row_sum
-            if ROW_SUM == "bf16":
-                l = round_bf16(l)
-            m = m_new
-            ties, row_max = tl.maximum(ties, rs), tl.maximum(row_max, rm)
+        m, l, acc, ties, row_max = wide_steps(
+            b_q, k, v, m, l, acc, ties, row_max, rows, end, TILE, head < counted, p_rng, index, BLOCK_N, D, DP, EVEN,
+            TMA, LOG2, SCALE, SOFTCAP, BF16, SCORES, PROBS, ROW_SUM, PV, RULE, BETA, CAP, LEAST, SHIFT, EPSILON, STATS,
+            DOTS)
     else:
         below = (start + 1) // BLOCK_N * BLOCK_N  # tiles before this key have no mask in any row of the block
         tl.assume(end > 0)
         for n in range(0, end, BLOCK_N):
-            b_k = operand(load_tile(p_k, d_k, token, h * skh, n, skt, T, BLOCK_N, D, DP, not EVEN, TMA), BF16)
-            x, pairs = scores(b_q, b_k, SCORES, SCALE, SOFTCAP, DOTS, not PAIRS), None
-            if PAIRS:
-                pairs = pack(x)
-                if n >= below:
-                    pairs = mask_pairs(pairs, rows, n, BLOCK_N)
-                rm, x = max_of_pairs(pairs), unpack(pairs)
-            else:
-                if n >= below:
-                    x = mask(x, rows, n, BLOCK_N, MASKED)
-                rm = tl.max(x, 1)
+            b_k = load_operand(k, n, BLOCK_N, D, DP, EVEN, TMA, BF16)
+            x, pairs, rm = scores_and_maximum(b_q, b_k, rows, n, below, BLOCK_N, SCORES, SCALE, SOFTCAP, DOTS)
             floor = rm - EPSILON  # P by way of it: ties are then sign bits of a difference that is there anyway
             above = x - floor[:, None]
-            rs = None
-            if TIED:
-                rs = count_ties(pairs, above, floor, rm, BLOCK_N)
+            rs = count_ties(pairs, above, floor, rm, BLOCK_N) if TIED else None
             if STATS:
                 row_max = tl.maximum(row_max, rm)
                 if TIED:
@@ -256,7 +290,7 @@ def forward_kernel(p_q, p_k, p_v, d_q, d_k, d_v, p_o, p_rest, p_lse, p_ties, p_r
             l = l * a + tl.sum(b_p, 1)
             if ROW_SUM == "bf16":
                 l = round_bf16(l)
-            b_v = operand(load_tile(p_v, d_v, token, h * svh, n, svt, T, BLOCK_N, D, DP, not EVEN, TMA), BF16)
+            b_v = load_operand(v, n, BLOCK_N, D, DP, EVEN, TMA, BF16)
             b_p = cast_p(b_p, PROBS)
             if PV == "fp32":
                 acc = dot(b_p, b_v, acc * a[:, None], DOTS, True)
@@ -269,20 +303,12 @@ def forward_kernel(p_q, p_k, p_v, d_q, d_k, d_v, p_o, p_rest, p_lse, p_ties, p_r
     if STATS:
         tl.store(p_ties + p_rows, ties, mask=(rows < T) & (head < counted))
         tl.store(p_row_max + p_rows, row_max * UNIT, mask=rows < T)
-    o = divide_rows(acc, l)
-    if OUTPUT != "fp32":
-        unrounded = o
-        if OUTPUT == "stochastic":
-            word, _, _, _ = random_words(p_rng, element_index(head, rows, T, D, DP))
-            o = round_stochastic(o, word)
-        else:
-            o = round_bf16(o)
-        if FP32_HEADS != 0:
-            o = tl.where(((FP32_HEADS >> tl.cast(h, tl.int64)) & 1) != 0, unrounded, o)
-        if p_rest is not None:
-            rest = narrow(unrounded - o)
-            store_rows(p_rest + b * sob + tl.cast(h, tl.int64) * soh, rest, start, sot, T, BLOCK_M, D, DP)
-    store_rows(p_o, o, start, sot, T, BLOCK_M, D, DP)
+    unrounded = divide_rows(acc, l)
+    b_o = round_output(unrounded, element_index(head, rows, T, D, DP), h, p_rng, OUTPUT, FP32_HEADS)
+    if p_rest is not None:
+        rest = narrow(unrounded - b_o)
+        store_rows(p_rest + b * sob + tl.cast(h, tl.int64) * soh, rest, start, sot, T, BLOCK_M, D, DP)
+    store_rows(p_o, b_o, start, sot, T, BLOCK_M, D, DP)
 
 
 @triton.jit
@@ -295,6 +321,29 @@ def gradient_of_scores(b_p, dp, delta, x, SCALE: tl.constexpr, SOFTCAP: tl.const
     return b_ds
 
 
+@triton.jit
+def delta_over_keys(b_q, b_do, k, v, m, rows, end, BLOCK_N: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+                    EVEN: tl.constexpr, TMA: tl.constexpr, LOG2: tl.constexpr, SCALE: tl.constexpr,
+                    SOFTCAP: tl.constexpr, BF16: tl.constexpr, SCORES: tl.constexpr, DELTA: tl.constexpr,
+                    DOTS: tl.constexpr):
+    """By one more pass over the keys: rowsum(dP P), that over rowsum(P), or rowsum(dO (P V)), which is the first with a
+    dP that was not rounded."""
+    delta = tl.zeros(m.shape, tl.float32)
+    total = tl.zeros(m.shape, tl.float32)
+    for n in range(0, end, BLOCK_N):
+        b_k = load_operand(k, n, BLOCK_N, D, DP, EVEN, TMA, BF16)
+        b_v = load_operand(v, n, BLOCK_N, D, DP, EVEN, TMA, BF16)
+        x = mask(scores(b_q, b_k, SCORES, SCALE, SOFTCAP, DOTS), rows, n, BLOCK_N, MASKED)
+        dp = dot(b_do, tl.trans(b_v), None, DOTS)
+        if SCORES == "bf16" and DELTA != "do_o_recomputed":
+            dp = round_bf16(dp)
+        b_p = tl.exp2((x - m[:, None]) * LOG2)
+        delta += tl.sum(dp * b_p, 1)
+        if DELTA == "dp_p_normalized":
+            total += tl.sum(b_p, 1)
+    return delta / total if DELTA == "dp_p_normalized" else delta
+
+
 @triton.jit(do_not_specialize=["H", "HEADS", "GROUP"])
 def dq_kernel(p_q, p_k, p_v, d_q, d_k, d_v, d_do, p_o, p_rest, p_do, p_lse, p_delta, p_dq,
               sqb, sqh, sqt, skb, skh, skt, svb, svh, svt, sob, soh, sot, sgb, sgh, sgt,
@@ -305,25 +354,23 @@ def dq_kernel(p_q, p_k, p_v, d_q, d_k, d_v, d_do, p_o, p_rest, p_do, p_lse, p_de
     """alpha * delta, stored for the dK/dV kernel, and dQ = dS K, of one block of rows (paper Algorithm 2).
 
     dO is read here anyway, so delta costs one read of O and, where p_rest is not None, of what its rounding left over.
-    The other rules take one more pass over the keys: rowsum(dP P), that over rowsum(P), or rowsum(dO (P V)), which is
-    the first with a dP that was not rounded.
+    The other rules: see `delta_over_keys`.
     """
     blocks = tl.cdiv(T, BLOCK_M)
     block, head = assign(blocks, HEADS, GROUP)
     start = (blocks - 1 - block) * BLOCK_M
     b, h = tl.cast(head // H, tl.int64), tl.cast(head % H, tl.int64)
-    p_q += b * sqb + h * sqh
-    p_k += b * skb + h * skh
-    p_v += b * svb + h * svh
-    p_do += b * sgb + h * sgh
-    token, col = head // H * T, head % H  # where the head begins in the matrices that descriptors see: see load_tile
+    q = matrix_of(b, h, T, p_q, d_q, sqb, sqh, sqt)
+    k = matrix_of(b, h, T, p_k, d_k, skb, skh, skt)
+    v = matrix_of(b, h, T, p_v, d_v, svb, svh, svt)
+    do = matrix_of(b, h, T, p_do, d_do, sgb, sgh, sgt)
     rows = start + tl.arange(0, BLOCK_M)
     end = tl.minimum(start + BLOCK_M, T)
     below = (start + 1) // BLOCK_N * BLOCK_N
     p_rows = tl.cast(head, tl.int64) * T + rows
 
-    b_q = operand(load_tile(p_q, d_q, token, col * sqh, start, sqt, T, BLOCK_M, D, DP, not EVEN, TMA), BF16)
-    b_do = operand(load_tile(p_do, d_do, token, col * sgh, start, sgt, T, BLOCK_M, D, DP, not EVEN, TMA), BF16)
+    b_q = load_operand(q, start, BLOCK_M, D, DP, EVEN, TMA, BF16)
+    b_do = load_operand(do, start, BLOCK_M, D, DP, EVEN, TMA, BF16)
     m = tl.load(p_lse + p_rows, mask=rows < T, other=0.0) * (1 / UNIT)
     if DELTA == "do_o" or DELTA == "do_o_exact":
         b_o = load_rows(p_o + b * sob + h * soh, start, sot, T, BLOCK_M, D, DP, not EVEN).to(tl.float32)
@@ -331,30 +378,16 @@ def dq_kernel(p_q, p_k, p_v, d_q, d_k, d_v, d_do, p_o, p_rest, p_do, p_lse, p_de
             b_o += load_rows(p_rest + b * sob + h * soh, start, sot, T, BLOCK_M, D, DP, not EVEN).to(tl.float32)
         delta = tl.sum(b_do.to(tl.float32) * b_o, 1)
     else:
-        delta = tl.zeros((BLOCK_M,), tl.float32)
-        total = tl.zeros((BLOCK_M,), tl.float32)
-        for n in range(0, end, BLOCK_N):
-            b_k = operand(load_tile(p_k, d_k, token, col * skh, n, skt, T, BLOCK_N, D, DP, not EVEN, TMA), BF16)
-            b_v = operand(load_tile(p_v, d_v, token, col * svh, n, svt, T, BLOCK_N, D, DP, not EVEN, TMA), BF16)
-            x = scores(b_q, b_k, SCORES, SCALE, SOFTCAP, DOTS)
-            x = mask(x, rows, n, BLOCK_N, MASKED)
-            dp = dot(b_do, tl.trans(b_v), None, DOTS)
-            if SCORES == "bf16" and DELTA != "do_o_recomputed":
-                dp = round_bf16(dp)
-            b_p = tl.exp2((x - m[:, None]) * LOG2)
-            delta += tl.sum(dp * b_p, 1)
-            if DELTA == "dp_p_normalized":
-                total += tl.sum(b_p, 1)
-        if DELTA == "dp_p_normalized":
-            delta = delta / total
+        delta = delta_over_keys(b_q, b_do, k, v, m, rows, end, BLOCK_N, D, DP, EVEN, TMA, LOG2, SCALE, SOFTCAP, BF16,
+                                SCORES, DELTA, DOTS)
     delta = delta * ALPHA
     tl.store(p_delta + p_rows, delta, mask=rows < T)
 
     acc = tl.zeros((BLOCK_M, DP), tl.float32)
     tl.assume(end > 0)
     for n in range(0, end, BLOCK_N):
-        b_k = operand(load_tile(p_k, d_k, token, col * skh, n, skt, T, BLOCK_N, D, DP, not EVEN, TMA), BF16)
-        b_v = operand(load_tile(p_v, d_v, token, col * svh, n, svt, T, BLOCK_N, D, DP, not EVEN, TMA), BF16)
+        b_k = load_operand(k, n, BLOCK_N, D, DP, EVEN, TMA, BF16)
+        b_v = load_operand(v, n, BLOCK_N, D, DP, EVEN, TMA, BF16)
         x = scores(b_q, b_k, SCORES, SCALE, SOFTCAP, DOTS)
         dp = dot(b_do, tl.trans(b_v), None, DOTS)
         b_p = tl.exp2((x - m[:, None]) * LOG2)
@@ -383,24 +416,23 @@ def dkdv_kernel(p_q, p_k, p_v, d_q, d_k, d_v, d_do, p_do, p_lse, p_delta, p_dk, 
     block, head = assign(tl.cdiv(T, BLOCK_N), HEADS, GROUP)
     start = block * BLOCK_N  # early keys have the most rows: long blocks first
     b, h = tl.cast(head // H, tl.int64), tl.cast(head % H, tl.int64)
-    p_q += b * sqb + h * sqh
-    p_k += b * skb + h * skh
-    p_v += b * svb + h * svh
-    p_do += b * sgb + h * sgh
-    token, col = head // H * T, head % H  # where the head begins in the matrices that descriptors see: see load_tile
+    q = matrix_of(b, h, T, p_q, d_q, sqb, sqh, sqt)
+    k = matrix_of(b, h, T, p_k, d_k, skb, skh, skt)
+    v = matrix_of(b, h, T, p_v, d_v, svb, svh, svt)
+    do = matrix_of(b, h, T, p_do, d_do, sgb, sgh, sgt)
     p_lse += tl.cast(head, tl.int64) * T
     p_delta += tl.cast(head, tl.int64) * T
     keys = start + tl.arange(0, BLOCK_N)
     first = start // BLOCK_M * BLOCK_M
     below = tl.minimum(tl.cdiv(start + BLOCK_N - 1, BLOCK_M) * BLOCK_M, T)  # rows from here on see every key
 
-    b_k = operand(load_tile(p_k, d_k, token, col * skh, start, skt, T, BLOCK_N, D, DP, not EVEN, TMA), BF16)
-    b_v = operand(load_tile(p_v, d_v, token, col * svh, start, svt, T, BLOCK_N, D, DP, not EVEN, TMA), BF16)
+    b_k = load_operand(k, start, BLOCK_N, D, DP, EVEN, TMA, BF16)
+    b_v = load_operand(v, start, BLOCK_N, D, DP, EVEN, TMA, BF16)
     b_dk, b_dv = tl.zeros((BLOCK_N, DP), tl.float32), tl.zeros((BLOCK_N, DP), tl.float32)
     tl.assume(first < T)
     for r in range(first, T, BLOCK_M):
         rows = r + tl.arange(0, BLOCK_M)
-        b_q = operand(load_tile(p_q, d_q, token, col * sqh, r, sqt, T, BLOCK_M, D, DP, not EVEN, TMA), BF16)
+        b_q = load_operand(q, r, BLOCK_M, D, DP, EVEN, TMA, BF16)
         if EVEN:
             m = tl.load(p_lse + rows)
             delta = tl.load(p_delta + rows)
@@ -412,7 +444,7 @@ def dkdv_kernel(p_q, p_k, p_v, d_q, d_k, d_v, d_do, p_do, p_lse, p_delta, p_dk, 
         b_p = tl.exp2((x - m[None, :]) * LOG2)
         if r < below:  # as in `mask`
             b_p = tl.where((tl.arange(0, BLOCK_M)[None, :] - (keys - r)[:, None]) >= 0, b_p, 0.0)
-        b_do = operand(load_tile(p_do, d_do, token, col * sgh, r, sgt, T, BLOCK_M, D, DP, not EVEN, TMA), BF16)
+        b_do = load_operand(do, r, BLOCK_M, D, DP, EVEN, TMA, BF16)
         b_dv = dot(operand(b_p, BF16), b_do, b_dv, DOTS, True)
         dp = dot(b_v, tl.trans(b_do), None, DOTS)
         if SCORES == "bf16":

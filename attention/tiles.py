@@ -4,6 +4,8 @@ The interpreter (TRITON_INTERPRET=1) has no BF16 arithmetic. There BF16 values t
 bits, under a compile-time flag that is on nowhere else.
 """
 
+from collections import namedtuple
+
 import triton
 import triton.language as tl
 
@@ -239,6 +241,18 @@ def dot(x, y, acc, DOTS: tl.constexpr, COMPUTED: tl.constexpr = False):
         return tl.dot(x, y0, acc)
 
 
+# One head of a (B, H, T, D) tensor: T rows from p on, `stride` elements apart. The copy engine loads by the descriptor
+# of a (B T, H D) matrix, in which the head begins at (token, h sh). Triton turns constants in a tuple into tensors, and
+# fails on None: sizes stay arguments, and p takes the place of a descriptor that there is not.
+Matrix = namedtuple("Matrix", "p stride T descriptor token h sh")
+
+
+@triton.jit
+def matrix_of(b, h, T, p, d, sb, sh, st):
+    p += tl.cast(b, tl.int64) * sb + tl.cast(h, tl.int64) * sh
+    return Matrix(p, st, T, p if d is None else d, tl.cast(b, tl.int32) * T, tl.cast(h, tl.int32), sh)
+
+
 @triton.jit
 def load_rows(p, start, stride, T, ROWS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, CHECK: tl.constexpr):
     """b (ROWS, DP): tokens start.. of the head that p points to, zeros past T (where CHECK) and past D."""
@@ -255,14 +269,13 @@ def load_rows(p, start, stride, T, ROWS: tl.constexpr, D: tl.constexpr, DP: tl.c
 
 
 @triton.jit
-def load_tile(p, d, token, column, start, stride, T, ROWS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-              CHECK: tl.constexpr, TMA: tl.constexpr):
-    """As `load_rows`, or by the copy engine from d, a descriptor of the (B T, H D) matrix in which the head begins at
-    (token, column)."""
+def load_operand(x, start, ROWS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, EVEN: tl.constexpr,
+                 TMA: tl.constexpr, BF16: tl.constexpr):
+    """As `load_rows`, or by the copy engine (TMA), as the products read it."""
     if TMA:
-        return d.load([token + start, column])
+        return operand(x.descriptor.load([x.token + start, x.h * x.sh]), BF16)
     else:
-        return load_rows(p, start, stride, T, ROWS, D, DP, CHECK)
+        return operand(load_rows(x.p, start, x.stride, x.T, ROWS, D, DP, not EVEN), BF16)
 
 
 @triton.jit
