@@ -72,7 +72,7 @@ class Config:
     pv: str | None = None  # fp32 | bf16 | stochastic: rounding of each tile's P V and of the running O
     output: str | None = None  # bf16 | fp32 | stochastic: the stored O
     output_heads: str = ""  # heads that keep an FP32 O: "1:0,6,7;3:2" is LAYER:HEADS;LAYER:HEADS
-    delta: str | None = None  # do_o | do_o_exact | dp_p | dp_p_normalized | do_o_recomputed: the backward pass's
+    delta: str | None = None  # do_o | do_o_exact | do_o_corrected | dp_p | dp_p_normalized | do_o_recomputed
     stabilizer: str | None = None  # none | paper | capped | clamp | fixed | unconditional | lazy_max
     beta: float | None = None  # Algorithm 3's factor on a repeated positive maximum
     epsilon: float | None = None  # scores within epsilon of the row maximum count as equal to it
@@ -196,8 +196,7 @@ def from_dict(table: dict, origin: str) -> Config:
     values = {}
     for key, value in table.items():
         if key not in HINTS:
-            near = difflib.get_close_matches(key, HINTS, n=1, cutoff=0)[0]
-            raise ConfigError(f"{origin}: unknown key {key!r}; the nearest known key is {near!r}")
+            raise ConfigError(f"{origin}: unknown key {key!r}; the nearest known key is {_nearest(key)!r}")
         if isinstance(value, list):
             value = tuple(value)
         if isinstance(value, int) and not isinstance(value, bool) and _accepts(HINTS[key], 1.0):
@@ -216,12 +215,19 @@ def load(argv: list[str]) -> Config:
         return base
     if late := [arg for arg in argv if arg.endswith(".toml") and not arg.startswith("-")]:
         raise ConfigError(f"the config file {late[0]} comes first: train.py {late[0]} --key=value ...")
+    for flag in (arg.partition("=")[0] for arg in argv if arg.startswith("--")):
+        if (key := flag[2:].replace("-", "_")) not in (*HINTS, "help"):
+            raise ConfigError(f"unknown flag {flag}; the nearest is --{_nearest(key)}, and --help lists all")
     import tyro  # here, so that reading a config file needs nothing but Python
 
     return tyro.cli(Config, default=base, args=argv, config=(tyro.conf.FlagConversionOff,), use_underscores=True,
                     prog="train.py [CONFIG.toml]",
                     description="Train GPT-2 with pluggable attention. The defaults shown are those of the config "
                                 "file, where one is named before the first flag.")
+
+
+def _nearest(key: str) -> str:
+    return difflib.get_close_matches(key, HINTS, n=1, cutoff=0)[0]
 
 
 def _accepts(hint, value) -> bool:

@@ -79,27 +79,32 @@ def backward(do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor
         dq, dk, dv = torch.zeros_like(q), torch.empty_like(k), torch.empty_like(v)
         o = o.to(q.dtype) if rest is None else o.to(q.dtype) + rest
         parts = score_gradients(do, q, k, v, o.reshape(q.shape), lse.flatten(0, 1), spec)
-        for keys, rows, p, ds in parts:
+        for keys, rows, p, ds, ds_of_q in parts:
             dv[:, keys] = _product(p.mT, do[:, rows])
             dk[:, keys] = _product(ds.mT, q[:, rows])
-            dq[:, rows] += _product(ds, k[:, keys])
+            dq[:, rows] += _product(ds_of_q, k[:, keys])
         for to, x in zip(out, (dq, dk, dv), strict=True):
             to.copy_(operand(x, spec).view(shape))
     return tuple(out)
 
 
 def score_gradients(do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, spec: AttentionSpec):
-    """Keys and rows of each tile, with P and alpha dS there as the products of the backward pass read them.
+    """Keys and rows of each tile, with P and alpha dS there as the products of the backward pass read them: dS of dK,
+    and dS of dQ, which is another where delta is corrected after the fact (spec.py).
 
     do, q, k, v: (B*H, T, D), their values in the operands' format; o: (B*H, T, D), as `o_of_delta`; lse: (B*H, T).
     """
     delta, alpha = _delta(do, q, k, v, o, lse, spec), q.shape[-1] ** -0.5
+    first = (do * o).sum(-1) if spec.delta == "do_o_corrected" else None
     for keys, rows in tiles(q, spec):
         s, p = _probabilities(q[:, rows], k[:, keys], lse[:, rows], spec)
-        ds = _dp(do[:, rows], v[:, keys], spec).sub_(delta[:, rows, None]).mul_(p).mul_(alpha)
-        if spec.softcap:
-            ds.mul_(1 - (s / spec.softcap).square_())
-        yield keys, rows, operand(p, spec), operand(ds, spec)
+        dp = _dp(do[:, rows], v[:, keys], spec)
+        slope = 1 - (s / spec.softcap).square_() if spec.softcap else 1
+        ds = ds_of_q = operand((dp - delta[:, rows, None]) * p * alpha * slope, spec)
+        if first is not None:
+            ds_of_q = operand((dp - first[:, rows, None]) * p * alpha * slope, spec)
+            ds_of_q = ds_of_q - operand(p * slope, spec) * ((delta - first)[:, rows, None] * alpha)
+        yield keys, rows, operand(p, spec), ds, ds_of_q
 
 
 emulated = differentiable("lpattn::emulated", forward, backward)
@@ -166,17 +171,21 @@ def _new_maximum(m: Tensor, rm: Tensor, rs: Tensor | None, spec: AttentionSpec) 
 
 def _delta(do, q, k, v, o, lse, spec):
     """delta (B*H, T): rowsum(dO O), or an equivalent that never sees the rounded O (one more pass over the tiles)."""
+    of_o = (do * o).sum(-1)
     if spec.delta in ("do_o", "do_o_exact"):
-        return (do * o).sum(-1)
-    delta, total, again = torch.zeros_like(lse), torch.zeros_like(lse), torch.zeros_like(q)
+        return of_o
+    first = of_o if spec.delta == "do_o_corrected" else torch.zeros_like(of_o)
+    left, total, again = torch.zeros_like(lse), torch.zeros_like(lse), torch.zeros_like(q)
     for keys, rows in tiles(q, spec):
         _, p = _probabilities(q[:, rows], k[:, keys], lse[:, rows], spec)
         if spec.delta == "do_o_recomputed":
             again[:, rows] += _product(p, v[:, keys])
         else:
             total[:, rows] += p.sum(-1)
-            delta[:, rows] += _dp(do[:, rows], v[:, keys], spec).mul_(p).sum(-1)
-    return {"dp_p": delta, "dp_p_normalized": delta / total, "do_o_recomputed": (do * again).sum(-1)}[spec.delta]
+            left[:, rows] += _dp(do[:, rows], v[:, keys], spec).sub_(first[:, rows, None]).mul_(p).sum(-1)
+    if spec.delta == "do_o_recomputed":
+        return (do * again).sum(-1)
+    return left if spec.delta == "dp_p" else first + left / total
 
 
 def tiles(q: Tensor, spec: AttentionSpec):

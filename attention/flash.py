@@ -113,6 +113,8 @@ def launch_for(spec: AttentionSpec, head_size: int, device: torch.device, dtype:
     launch = LAUNCHES[key]
     if head_size > 64 and (spec.operands, spec.dots) == ("fp32", "ieee"):  # without tensor cores factors take registers
         launch = launch._replace(dq=launch.dq._replace(keys=16), dkdv=launch.dkdv._replace(rows=16))
+    if spec.delta == "do_o_corrected" and launch.dq.registers:  # it sums P K beside dQ
+        launch = launch._replace(dq=launch.dq._replace(registers=168))
     keys = min(spec.tile_k or LARGEST_TILE, LARGEST_TILE)
     tile = launch.forward[max(keys, 32)].with_rows(max(spec.tile_q, 16))
     tile = tile._replace(keys=min(keys, tile.keys))

@@ -354,8 +354,10 @@ def dq_kernel(p_q, p_k, p_v, d_q, d_k, d_v, d_do, p_o, p_rest, p_do, p_lse, p_de
     """alpha * delta, stored for the dK/dV kernel, and dQ = dS K, of one block of rows (paper Algorithm 2).
 
     dO is read here anyway, so delta costs one read of O and, where p_rest is not None, of what its rounding left over.
-    The other rules: see `delta_over_keys`.
+    do_o_corrected sums P K beside dQ, one more product: what the rows of dS added up to is taken off dQ, and added to
+    delta, when it is known. The other rules: see `delta_over_keys`.
     """
+    CORRECTED: tl.constexpr = DELTA == "do_o_corrected"
     blocks = tl.cdiv(T, BLOCK_M)
     block, head = assign(blocks, HEADS, GROUP)
     start = (blocks - 1 - block) * BLOCK_M
@@ -372,7 +374,7 @@ def dq_kernel(p_q, p_k, p_v, d_q, d_k, d_v, d_do, p_o, p_rest, p_do, p_lse, p_de
     b_q = load_operand(q, start, BLOCK_M, D, DP, EVEN, TMA, BF16)
     b_do = load_operand(do, start, BLOCK_M, D, DP, EVEN, TMA, BF16)
     m = tl.load(p_lse + p_rows, mask=rows < T, other=0.0) * (1 / UNIT)
-    if DELTA == "do_o" or DELTA == "do_o_exact":
+    if DELTA == "do_o" or DELTA == "do_o_exact" or CORRECTED:
         b_o = load_rows(p_o + b * sob + h * soh, start, sot, T, BLOCK_M, D, DP, not EVEN).to(tl.float32)
         if p_rest is not None:
             b_o += load_rows(p_rest + b * sob + h * soh, start, sot, T, BLOCK_M, D, DP, not EVEN).to(tl.float32)
@@ -381,9 +383,12 @@ def dq_kernel(p_q, p_k, p_v, d_q, d_k, d_v, d_do, p_o, p_rest, p_do, p_lse, p_de
         delta = delta_over_keys(b_q, b_do, k, v, m, rows, end, BLOCK_N, D, DP, EVEN, TMA, LOG2, SCALE, SOFTCAP, BF16,
                                 SCORES, DELTA, DOTS)
     delta = delta * ALPHA
-    tl.store(p_delta + p_rows, delta, mask=rows < T)
-
     acc = tl.zeros((BLOCK_M, DP), tl.float32)
+    if CORRECTED:
+        pk, left, total = acc, tl.zeros((BLOCK_M,), tl.float32), tl.zeros((BLOCK_M,), tl.float32)
+    else:
+        tl.store(p_delta + p_rows, delta, mask=rows < T)
+
     tl.assume(end > 0)
     for n in range(0, end, BLOCK_N):
         b_k = load_operand(k, n, BLOCK_N, D, DP, EVEN, TMA, BF16)
@@ -397,6 +402,14 @@ def dq_kernel(p_q, p_k, p_v, d_q, d_k, d_v, d_do, p_o, p_rest, p_do, p_lse, p_de
             dp = round_bf16(dp)
         b_ds = gradient_of_scores(b_p, dp, delta[:, None], x, ALPHA, SOFTCAP)
         acc = dot(operand(b_ds, BF16), b_k, acc, DOTS, True)
+        if CORRECTED:
+            left += tl.sum(b_p * (dp * ALPHA - delta[:, None]), 1)
+            total += tl.sum(b_p, 1)
+            pk = dot(operand(gradient_of_scores(b_p, 0.0, -1.0, x, 1.0, SOFTCAP), BF16), b_k, pk, DOTS, True)
+    if CORRECTED:
+        left = left / total
+        acc -= left[:, None] * pk
+        tl.store(p_delta + p_rows, delta + left, mask=rows < T)
     if BF16:
         acc = round_bf16(acc)
     store_rows(p_dq + b * sxb + h * sxh, acc, start, sxt, T, BLOCK_M, D, DP)

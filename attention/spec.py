@@ -16,7 +16,9 @@ forward and backward pass (paper Algorithms 1 to 3; alpha = 1/sqrt(D)):
     L = m + log l         FP32, always
     delta                 delta       rowsum(dO O) in FP32, of O as stored or plus BF16 of what its rounding left over;
                                       rowsum(dP P), or that over rowsum(P), which is not 1 where scores are so large
-                                      that FP32 holds L coarsely; rowsum(dO (P V)) with P V made again in FP32
+                                      that FP32 holds L coarsely; rowsum(dO (P V)) with P V made again in FP32;
+                                      do_o_corrected: rowsum(dO O), and dQ less r (P K), with r = rowsum(P (dP - that))
+                                      / rowsum(P): what rows of dS added up to. dK reads that + r. One pass
     dS = P (dP - delta)   FP32, always; dQ, dK, dV are summed in FP32 and cast once
 
 Imports nothing of ours, so that anything may import it.
@@ -36,7 +38,8 @@ CHOICES = {
     "row_sum": ("fp32", "bf16"),
     "pv": ("bf16", "fp32", "stochastic"),
     "output": ("bf16", "fp32", "stochastic"),
-    "delta": ("do_o", "do_o_exact", "dp_p", "dp_p_normalized", "do_o_recomputed"),
+    "delta": ("do_o", "do_o_exact", "dp_p", "dp_p_normalized", "do_o_corrected",
+              "do_o_recomputed"),
     "stabilizer": ("none", "paper", "capped", "clamp", "fixed", "unconditional", "lazy_max"),
     "dots": ("ieee", "tf32x3"),
     "kernel": ("auto", "triton", "emulated"),

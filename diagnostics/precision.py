@@ -101,13 +101,13 @@ def both(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, do: Tensor | None
 
 @torch.no_grad()
 def score_gradients(q: Tensor, k: Tensor, v: Tensor, do: Tensor, pair: Pair, spec: AttentionSpec) -> Tensor:
-    """alpha dS of lp (B, T, T) in float64, as its products with K and Q read it; arguments as `both`'s, whose result
+    """alpha dS of lp (B, T, T) in float64, as its product with K, dQ, reads it; arguments as `both`'s, whose result
     `pair` is. Before the last cast its rows add up to 0 where delta is the P-weighted mean of the dP that it is
-    subtracted from, as in the exact gradient and with delta=dp_p_normalized (with dp_p as far as P adds up to 1, which
-    FP32's L decides), and else to what the roundings of O and of dP leave over."""
+    subtracted from, as in the exact gradient and with delta=dp_p_normalized and do_o_corrected (with dp_p as far as P
+    adds up to 1, which FP32's L decides), and else to what the roundings of O and of dP leave over."""
     q, k, v, do = (operand(x, spec) for x in (q, k, v, do))
     ds = torch.zeros_like(pair.s)
     o = emulated.o_of_delta(pair.unrounded.float(), pair.o_lp.float(), spec)
-    for keys, rows, _, part in emulated.score_gradients(do, q, k, v, o, pair.lse.float(), spec):
+    for keys, rows, *_, part in emulated.score_gradients(do, q, k, v, o, pair.lse.float(), spec):
         ds[:, rows, keys] = part.double()
     return ds

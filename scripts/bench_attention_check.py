@@ -19,8 +19,8 @@ SWITCHES = [dict(backend=b) for b in ("flash_fa2", "flash_bf16", "stabilized", "
     dict(backend="flash_fa2", pv="bf16"), dict(probs="fp32"), dict(probs="fp8_e4m3"), dict(probs="fp8_e5m2"),
     dict(row_sum="bf16"), dict(pv="stochastic"), dict(output="fp32"), dict(output="stochastic"),
     dict(output_heads=(0, 2)), dict(delta="do_o_exact"), dict(delta="dp_p"), dict(delta="dp_p_normalized"),
-    dict(delta="do_o_recomputed"),
-    dict(softcap=30.0), dict(tile_k=0), dict(tile_k=64), dict(tile_k=256), dict(tile_k=0, backend="stabilized")] + [
+    dict(delta="do_o_corrected"), dict(delta="do_o_recomputed"), dict(softcap=30.0), dict(tile_k=0),
+    dict(tile_k=64), dict(tile_k=256), dict(tile_k=0, backend="stabilized")] + [
     dict(stabilizer=s) for s in ("paper", "capped", "clamp", "fixed", "unconditional", "lazy_max")]
 
 

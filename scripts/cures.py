@@ -20,8 +20,9 @@ from scripts.rates import main
 
 # What `stabilized` is by default is not here again: rule capped, beta 2, epsilon 1e-3. The paper's rule is an arm too.
 RULES, BETAS, EPSILONS = ("clamp", "fixed", "unconditional", "lazy_max"), (1.001, 1.1, 8.0, 100.0), (0.0, 1e-2)
-EXACTER = ("delta_dp_p", "delta_dp_p_normalized", "o_exact_delta", "o_fp32", "output_stochastic", "pv_fp32",
-           "scores_fp32", "fa2_o_fp32", "fa2_delta_dp_p", "fa2_delta_dp_p_normalized", "fa2_delta_exact")
+EXACTER = ("delta_dp_p", "delta_dp_p_normalized", "delta_corrected", "o_exact_delta", "o_fp32", "output_stochastic",
+           "pv_fp32", "scores_fp32", "fa2_o_fp32", "fa2_delta_dp_p", "fa2_delta_dp_p_normalized", "fa2_delta_corrected",
+           "fa2_delta_exact")
 
 ARMS = {
     **{name: ISOLATION[name] for name in ("flash_bf16", "flash_fp32", "flash_fa2", "standard")},

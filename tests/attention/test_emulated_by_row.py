@@ -69,12 +69,16 @@ def by_row(q, k, v, do, s):
         p = torch.exp(scores - (m + math.log(l)))
         dp = r(s.scores, v[: i + 1] @ do[i])
         delta = {"do_o": do[i] @ out[i], "do_o_exact": do[i] @ read, "dp_p": p @ dp,
-                 "dp_p_normalized": p @ dp / p.sum(), "do_o_recomputed": do[i] @ (p @ v[: i + 1])}[s.delta]
-        ds = p * (dp - delta) * D**-0.5
-        if s.softcap:
-            ds = ds * (1 - (scores / s.softcap) ** 2)
-        p, ds = r(s.operands, p), r(s.operands, ds)
-        dq[i] = ds @ k[: i + 1]
+                 "dp_p_normalized": p @ dp / p.sum(), "do_o_corrected": p @ dp / p.sum(),
+                 "do_o_recomputed": do[i] @ (p @ v[: i + 1])}[s.delta]
+        slope = 1 - (scores / s.softcap) ** 2 if s.softcap else 1
+        ds = ds_of_q = r(s.operands, p * (dp - delta) * D**-0.5 * slope)
+        if s.delta == "do_o_corrected":
+            first = do[i] @ out[i]
+            ds_of_q = r(s.operands, p * (dp - first) * D**-0.5 * slope)
+            ds_of_q = ds_of_q - (delta - first) * D**-0.5 * r(s.operands, p * slope)
+        p = r(s.operands, p)
+        dq[i] = ds_of_q @ k[: i + 1]
         dk[: i + 1] += torch.outer(ds, q[i])
         dv[: i + 1] += torch.outer(p, do[i])
     return [out, *(r(s.operands, x) for x in (dq, dk, dv))], ties
@@ -85,6 +89,7 @@ CASES += [dict(stabilizer=x) for x in ("paper", "clamp", "fixed", "unconditional
 CASES += [dict(delta="do_o_exact"), dict(delta="do_o_exact", backend="flash_fa2"),
           dict(delta="dp_p"), dict(delta="dp_p_normalized"), dict(delta="do_o_recomputed"), dict(output="fp32"),
           dict(row_sum="bf16"), dict(stabilizer="clamp", delta="dp_p_normalized"),
+          dict(delta="do_o_corrected"), dict(delta="do_o_corrected", backend="flash_fa2", softcap=3.0),
           dict(row_sum="bf16", pv="fp32"), dict(probs="fp32"), dict(probs="fp8_e4m3"), dict(probs="fp8_e5m2"),
           dict(scores="fp32"), dict(pv="fp32"), dict(softcap=3.0), dict(softcap=3.0, scores="fp32", delta="dp_p"),
           dict(operands="fp32", scores="fp32", probs="fp32"), dict(stabilizer="capped", epsilon=0.5, beta=1.5),
