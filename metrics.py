@@ -9,6 +9,7 @@ import math
 import os
 import secrets
 import sys
+import zlib
 from pathlib import Path
 
 from tqdm import tqdm
@@ -77,7 +78,9 @@ def read_run(run: str | Path) -> dict:
                 found = json.loads(path.read_text(encoding="utf-8"))
             except ValueError as error:
                 raise MetricsError(f"{path} is no valid JSON ({error}); repair it, or move it away") from error
-            if not isinstance(found, dict) or not isinstance(found.get("order") or {}, dict):
+            kinds = {"config": dict, "order": dict, "data": dict, "sessions": list}
+            if not isinstance(found, dict) or not all(isinstance(found.get(name) or kind(), kind)
+                                                      for name, kind in kinds.items()):
                 raise MetricsError(f"{path} is no run's header; repair it, or move it away")
             return found
     return {}
@@ -220,7 +223,7 @@ def _read(path: Path) -> str:
     try:
         with opener(path, "rb") as file:
             return file.read().decode("utf-8", errors="replace")
-    except (OSError, EOFError, lzma.LZMAError) as error:
+    except (OSError, EOFError, lzma.LZMAError, zlib.error) as error:
         raise MetricsError(f"{path} cannot be read: {error}") from error
 
 

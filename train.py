@@ -128,7 +128,7 @@ def main(argv: list[str] | None = None) -> int:
         check_ranks_agree(plan, group)
         trainer = Trainer(config, plan, group, stop)
         info = describe_run(config, plan, group, trainer)
-    except (ValueError, CheckpointError) as error:
+    except (ValueError, *USER_ERRORS) as error:
         if group:
             group.close(failed)
         return report("error", error, EXIT_USER)

@@ -130,10 +130,17 @@ class OrderFile(_Rows):
 
 
 class Recorder(_Rows):
-    """Opens an order file to append to, or creates it. Holds an exclusive lock, so two runs cannot write one file."""
+    """Opens an order file to append to, or creates it. Holds an exclusive lock, so two runs cannot write one file.
+    Errors: OrderError."""
 
     def __init__(self, path: Path, header: Header):
-        path = Path(path)
+        try:
+            self._open(Path(path), header)
+        except OSError as error:
+            raise OrderError(f"{path} cannot be recorded to ({error.strerror}); free space, or give another out_dir"
+                             ) from None
+
+    def _open(self, path: Path, header: Header):
         path.parent.mkdir(parents=True, exist_ok=True)
         self._fd = fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
@@ -141,13 +148,11 @@ class Recorder(_Rows):
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise OrderError(f"another process is recording to {path}; give this run another out_dir") from None
-            wanted = header.encode()
-            start = os.pread(fd, len(wanted), 0)
-            if len(start) < len(wanted) and wanted.startswith(start):  # new, or killed while the header was written
-                _write(fd, wanted, 0, path, "the header")
+            if _has_no_header(fd, header):
+                _write(fd, header.encode(), 0, path, "the header")
                 _sync(fd, path)
                 sync_folder(path.parent)  # or a power cut may keep a checkpoint and lose the file itself
-            super().__init__(path, fd)
+            _Rows.__init__(self, path, fd)
             _check_same_run(path, self.header, header)
             os.ftruncate(fd, self._first + self.rows * self.header.row_bytes)
         except BaseException:
@@ -184,8 +189,19 @@ class Recorder(_Rows):
 
 def check_continues(path: Path, header: Header):
     """OrderError unless a run with this header may go on recording to `path`; changes nothing."""
+    if path.is_file():
+        with open(path, "rb") as file:
+            if _has_no_header(file.fileno(), header):
+                return
     with OrderFile(path) as order:
         _check_same_run(path, order.header, header)
+
+
+def _has_no_header(fd: int, header: Header) -> bool:
+    """Whether the file is new, or of a run like this one that was killed while it wrote the header."""
+    wanted = header.encode()
+    start = os.pread(fd, len(wanted), 0)
+    return len(start) < len(wanted) and wanted.startswith(start)
 
 
 def _check_same_run(path: Path, recorded: Header, ours: Header):

@@ -57,6 +57,8 @@ def check_arm(name: str, argv: list[str]) -> Config:
     with contextlib.chdir(ROOT):
         try:
             config = load(argv)
+            if config.init_from == "resume":
+                raise ConfigError("init_from=resume: an arm that has begun is resumed anyway; leave it out")
             if config.monitor == "stop":
                 raise ConfigError("monitor=stop ends a run before it is known whether it fails, so it has no outcome; "
                                   "use --monitor=warn, which logs the same warnings")

@@ -30,7 +30,8 @@ except OSError as error: sys.exit(f"full_scale.sh: RESULTS={error}")' || exit 2
 flags=(--probe_interval=100 --stop_when_failed=True --checkpoint_interval=250 "--out_dir=$OUT")
 [ -z "${DATASET:-}" ] || flags+=("--dataset=$DATASET")
 [ -z "${REPLAY:-}" ] || flags+=("--replay=$REPLAY")
-compgen -G "$OUT/ckpt_*.pt" > /dev/null && flags+=(--init_from=resume)
+resume=()
+if compgen -G "$OUT/ckpt_*.pt" > /dev/null; then resume=(--init_from=resume); fi  # and wins over a file
 keep() {  # once there is a step to keep; of a replay not the order, which is kept already
   [ -s "$OUT/metrics.jsonl" ] || return 0
   local order=()
@@ -39,7 +40,7 @@ keep() {  # once there is a step to keep; of a replay not the order, which is ke
 }
 
 timeout --signal=TERM --kill-after=120 "${MINUTES}m" \
-  "$PYTHON" scripts/ranks.py "$GPUS" "$CONFIG" "${flags[@]}" "$@" &
+  "$PYTHON" scripts/ranks.py "$GPUS" "$CONFIG" "${flags[@]}" "$@" "${resume[@]}" &
 run=$!
 trap 'kill -TERM $run 2> /dev/null || true' TERM INT  # the run saves and ends
 while kill -0 $run 2> /dev/null; do

@@ -32,12 +32,17 @@ def main(argv: list[str]) -> int:
         print("ranks.py: no CONFIG.toml, which comes before train.py's flags", file=sys.stderr)
         return train.EXIT_USER
     command = [*(where or ["--standalone"]), f"--nproc_per_node={ranks}", "--", str(ROOT / "train.py"), *flags]
-    nodes = run.parse_min_max_nnodes(run.parse_args(command).nnodes)[1]
     logging.disable()  # torchrun's own words, in this process alone
+    asked = run.parse_args(command).nnodes
+    try:
+        nodes = run.parse_min_max_nnodes(asked)[1]
+    except (ValueError, RuntimeError):
+        print(f"ranks.py: --nnodes={asked} is no number of nodes", file=sys.stderr)
+        return train.EXIT_USER
     os.environ["WORLD_SIZE"] = str(int(ranks) * nodes)  # for `prepare`; the ranks get theirs from torchrun
     try:  # once, before any rank: torchrun ends all of them with the first one, perhaps before rank 0 has said why
         train.prepare(train.load(flags))
-    except (ValueError, train.CheckpointError) as error:
+    except (ValueError, *train.USER_ERRORS) as error:
         return train.report("error", error, train.EXIT_USER)
     try:
         run.main(command)

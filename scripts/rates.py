@@ -134,6 +134,8 @@ def collect_experiment(arms: dict[str, Arm], args: argparse.Namespace, extra: li
     and `check_alike`."""
     if extra:
         raise ValueError(f"--collect runs nothing, so {' '.join(extra)} cannot be passed on to train.py; leave it out")
+    if args.steps < 1:
+        raise ValueError(f"--steps={args.steps} must be positive")
     if args.kept:
         raise ValueError(f"--collect runs nothing, so --kept {' '.join(map(str, args.kept))} would be left out; give "
                          "these to --collect")

@@ -40,7 +40,7 @@ def argv_of(arm: str, common: list[str]) -> tuple[str, list[str]]:
     """An arm's run name and flags: of flash_bf16:delta=dp_p they are flash_bf16_delta_dp_p and --delta=dp_p."""
     backend, *switches = arm.split(":")
     name = "_".join([backend, *(s.replace("=", "_") for s in switches)])
-    return name, ["configs/mini_flash_bf16.toml", f"--attention={backend}", *(f"--{s}" for s in switches), *common]
+    return name, ["configs/mini_flash_bf16.toml", *common, f"--attention={backend}", *(f"--{s}" for s in switches)]
 
 
 def what_ran_away(rows: list[dict]) -> str:
@@ -60,8 +60,11 @@ def what_ran_away(rows: list[dict]) -> str:
 def check(args: argparse.Namespace, extra: list[str], name: str, first: list[str], common: list[str]) -> None:
     """What would go wrong hours later, when an arm's turn comes. Errors: ConfigError, MetricsError, OSError."""
     check_targets(folders=(args.out,))
-    check_extra(extra, {"max_iters": "give --steps", "out_dir": "give --out"} | dict.fromkeys(
-        ("record", "replay"), f"{RECORDED} draws the order that the others replay"))
+    own = {"max_iters": "give --steps", "out_dir": "give --out"} | dict.fromkeys(
+        ("record", "replay"), f"{RECORDED} draws the order that the others replay")
+    check_extra(extra, own | {"attention": "name it in --arms"})
+    check_extra([f"--{switch}" for arm in args.arms for switch in arm.split(":")[1:]],
+                own | {"attention": "an arm begins with it", "dataset": "give --dataset"})
     others = dict(argv_of(arm, common) for arm in args.arms)
     if name in others or len(others) < len(args.arms):
         raise ConfigError(f"--arms {' '.join(args.arms)}: an arm is named twice, or {RECORDED}, which is recorded")

@@ -101,6 +101,14 @@ def test_compressed_logs(tmp_path, opener, suffix):
         read_metrics(tmp_path)
 
 
+def test_a_damaged_compressed_log_is_named(tmp_path):
+    raw = bytearray(gzip.compress("".join(f'{{"step": {i}}}\n' for i in range(1000)).encode()))
+    raw[20] ^= 255
+    (tmp_path / "log.jsonl.gz").write_bytes(raw)
+    with pytest.raises(MetricsError, match="cannot be read"):
+        read_metrics(tmp_path / "log.jsonl.gz")
+
+
 def test_wrong_files_are_named(tmp_path):
     with pytest.raises(MetricsError, match=r"has no metrics\.jsonl"):
         read_metrics(tmp_path)

@@ -63,6 +63,8 @@ def test_full_scale_runs_ends_in_time_and_goes_on(runner, full_scale):
     third = full_scale("--max_iters=1")
     assert third.returncode == 2 and third.stderr.splitlines()[-1].startswith("train.py: error: the checkpoint is at")
     assert {path: path.read_bytes() for path in results.iterdir()} == kept and len(read_run(out)["sessions"]) == 2
+    fourth = full_scale(f"--max_iters={done + 25}", "--init_from=begun_with.pt", GPUS="")
+    assert fourth.returncode == 0 and len(read_run(out)["sessions"]) == 3, fourth
 
 
 @pytest.mark.parametrize("flags, variables, message", [

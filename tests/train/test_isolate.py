@@ -59,6 +59,8 @@ def test_no_two_arms_of_a_table_are_one_run(table):
     (["--max-iters", "2"], "give --steps"), (["--seed=5"], "give --seeds"), (["--out_dir=a"], "give --out"),
     (["--delta=do_o"], "as delta is set for every arm"),
     (["--monitor=switch"], "arm delta_dp_p: monitor_remedy='delta=dp_p' changes nothing"),
+    (["--init_from=resume"], "init_from=resume: an arm that has begun is resumed anyway"),
+    (["--steps=0", "--collect"], "--steps=0 must be positive"),
     (["--kept", "kept", "--collect"], "--collect runs nothing, so --kept kept would be left out")])
 def test_flags_that_would_be_lost_or_make_no_run(tmp_path, capsys, flags, words):
     argv = ["--config=configs/cpu_flash_bf16.toml", f"--out={tmp_path / 'out'}", "--arms", "delta_dp_p", *flags]
@@ -69,12 +71,20 @@ def test_flags_that_would_be_lost_or_make_no_run(tmp_path, capsys, flags, words)
 @pytest.mark.parametrize("flags, words", [
     (["--max_iters=2"], "give --steps"), (["--out_dir=a"], "give --out"), (["--replay=a"], "draws the order"),
     (["--record=False"], "draws the order"), (["--probe_interval=0"], "probe_interval=0; add --probe_interval=100"),
+    (["--attention=sdpa"], "attention is set for every arm; name it in --arms"),
+    (["--arms", "sdpa:max_iters=5"], "give --steps"), (["--arms", "sdpa:dataset=/x"], "give --dataset"),
     (["--monitor=switch"], "arm flash_bf16_delta_dp_p: monitor_remedy='delta=dp_p' changes nothing")])
 def test_what_the_small_run_cannot_have(tmp_path, corpus, capsys, flags, words):
     """Each was found only when its runs had ended."""
     argv = [f"--dataset={corpus}", f"--out={tmp_path / 'out'}", "--device=cpu", *flags]
     assert reproduce_mini.main(argv) == 2
     assert words in capsys.readouterr().err and not (tmp_path / "out").exists()
+
+
+def test_an_arm_of_the_small_run_is_what_it_is_called():
+    name, flags = reproduce_mini.argv_of("flash_bf16:delta=dp_p", ["--delta=do_o_exact", "--dropout=0.1"])
+    config = load(flags)
+    assert (name, config.delta, config.dropout) == ("flash_bf16_delta_dp_p", "dp_p", 0.1)
 
 
 def as_killed(run: Path) -> None:

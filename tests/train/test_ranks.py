@@ -190,6 +190,7 @@ def test_two_nodes(runner, sbatch):
 
 @pytest.mark.parametrize("argv, words", [([], "nothing is no number of ranks"), (["x"], "x is no number of ranks"),
                                          (["2", "--nnodes=2"], "no CONFIG.toml"),
+                                         (["2", "--nnodes=x", "configs/cpu_standard.toml"], "--nnodes=x is no number"),
                                          (["2", "--nnodes=2", "configs/cpu_standard.toml",
                                            "--gradient_accumulation_steps=6"], "not divisible by the 4 ranks")])
 def test_what_ranks_refuses(argv, words, capfd, monkeypatch):

@@ -1,7 +1,9 @@
 """What a user can get wrong: one clear sentence on standard error, exit code 2, and nothing written."""
 
+import errno
 import hashlib
 import json
+import os
 import re
 import shutil
 
@@ -58,6 +60,9 @@ REFUSED = {
     "switches of nothing": (dict(replay_switches=True), "replay_switches=True without an order file"),
     "switches twice": (dict(monitor="switch", replay="x", replay_switches=True), "monitor=switch with replay_switches"),
 }
+
+
+opened = os.open
 
 
 @pytest.fixture(autouse=True)
@@ -142,6 +147,33 @@ def test_folder_in_use(runner):
         path.unlink()
     again = runner("run", code=2)
     assert_sentence(again.stderr, "already holds the log of a run, and no checkpoint to go on from; move it away or")
+
+
+def test_a_folder_with_a_file_that_is_no_log(runner):
+    (runner.root / "run").mkdir()
+    (runner.root / "run" / "metrics.jsonl").write_text("[]")
+    assert_sentence(runner("run", code=2).stderr, "metrics.jsonl: line 1 is no record with a step")
+
+
+def test_an_order_file_that_cannot_be_made(runner, monkeypatch):
+    def full(path, *args):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("replay.order.os.open", lambda path, *args: (full if str(path).endswith("order.bin") else opened)(
+            path, *args))
+        assert_sentence(runner("run", code=2).stderr, "order.bin cannot be recorded to .No space left on device")
+    runner("run")
+
+
+@pytest.mark.parametrize("size", [0, 7, 100])
+def test_a_run_that_was_killed_while_it_made_its_order_file_starts_over(runner, recorded, size):
+    whole = (recorded.out / "order.bin").read_bytes()
+    (runner.root / "run").mkdir()
+    (runner.root / "run" / "order.bin").write_bytes(whole[:size])
+    run = runner("run")
+    runner.same(run, recorded)
+    assert (run.out / "order.bin").read_bytes() == whole
 
 
 def test_flags_that_differ_from_the_checkpoint(runner, recorded):
