@@ -21,7 +21,10 @@ refuse() { echo "full_scale.sh: $1" >&2; exit 2; }
 [[ $MINUTES =~ ^[0-9]*[.]?[0-9]+$ && $MINUTES =~ [1-9] ]] ||
   refuse "MINUTES=$MINUTES is no number of minutes above 0; leave it out for no limit"
 for flag in "$@"; do
-  case $flag in --out_dir*|--out-dir*) refuse "$flag: the run is looked for in OUT=$OUT; give OUT=FOLDER instead" ;; esac
+  case $flag in
+    --out_dir*|--out-dir*) refuse "$flag: the run is looked for in OUT=$OUT; give OUT=FOLDER instead" ;;
+    --attention) refuse "write --attention=NAME, by which OUT is called" ;;
+  esac
 done
 "$PYTHON" - "$RESULTS" <<< 'import sys; from scripts.targets import check_targets
 try: check_targets(folders=(sys.argv[1],))
@@ -30,8 +33,7 @@ except OSError as error: sys.exit(f"full_scale.sh: RESULTS={error}")' || exit 2
 flags=(--probe_interval=100 --stop_when_failed=True --checkpoint_interval=250 "--out_dir=$OUT")
 [ -z "${DATASET:-}" ] || flags+=("--dataset=$DATASET")
 [ -z "${REPLAY:-}" ] || flags+=("--replay=$REPLAY")
-resume=()
-if compgen -G "$OUT/ckpt_*.pt" > /dev/null; then resume=(--init_from=resume); fi  # and wins over a file
+resume=$("$PYTHON" scripts/resume.py "$CONFIG" "${flags[@]}" "$@") || exit 2  # wins over an --init_from of a file
 keep() {  # once there is a step to keep; of a replay not the order, which is kept already
   [ -s "$OUT/metrics.jsonl" ] || return 0
   local order=()
@@ -40,7 +42,7 @@ keep() {  # once there is a step to keep; of a replay not the order, which is ke
 }
 
 timeout --signal=TERM --kill-after=120 "${MINUTES}m" \
-  "$PYTHON" scripts/ranks.py "$GPUS" "$CONFIG" "${flags[@]}" "$@" "${resume[@]}" &
+  "$PYTHON" scripts/ranks.py "$GPUS" "$CONFIG" "${flags[@]}" "$@" ${resume:+"$resume"} &
 run=$!
 trap 'kill -TERM $run 2> /dev/null || true' TERM INT  # the run saves and ends
 while kill -0 $run 2> /dev/null; do

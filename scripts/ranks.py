@@ -18,6 +18,7 @@ sys.path.insert(0, str(ROOT))
 from torch.distributed import run
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous.api import RendezvousError
 
 import train
 
@@ -51,6 +52,9 @@ def main(argv: list[str]) -> int:
         return 128 - code if code < 0 else code  # as a shell reports signals
     except SignalException as error:
         return 128 + error.sigval
+    except RendezvousError as error:  # the first node's launcher, which the others meet at, is gone or was never there
+        print(f"ranks.py: the nodes lost each other ({error}); what the first one said last is why", file=sys.stderr)
+        return 1
     return 0
 
 

@@ -30,6 +30,11 @@ def test_two_nodes_and_a_job_that_was_stopped(tmp_path):
     (tmp_path / "run" / "ckpt_00000005.pt").touch()
     again = submit(tmp_path, *args, **slurm)
     assert again.stdout.rstrip().endswith(f" {' '.join(args)} --init_from=resume")
+    (tmp_path / "run" / "run.json").write_text('{"config": {"seed": 1337}}')
+    other = submit(tmp_path, *args, "--seed=7", **slurm)
+    assert other.returncode == 2 and not other.stdout
+    assert other.stderr == (f"resume.py: {tmp_path / 'run'} was begun with seed=1337, and this command says 7; give "
+                            "the same, or another --out_dir\n")
 
 
 def test_refused(tmp_path):

@@ -60,8 +60,11 @@ def test_full_scale_runs_ends_in_time_and_goes_on(runner, full_scale):
     assert second.returncode == 0 and "ended with status 0" in second.stdout, second
     assert max(r["step"] for r in read_metrics(results / "full.jsonl.xz")) == done + 20
     kept = {path: path.read_bytes() for path in results.iterdir()}
-    third = full_scale("--max_iters=1")
-    assert third.returncode == 2 and third.stderr.splitlines()[-1].startswith("train.py: error: the checkpoint is at")
+    for flag, said in (("--max_iters=1", f"is at step {done + 20}, past --max_iters=1; give at least that, or another"),
+                       ("--delta=dp_p", "was begun with delta=None, and this command says 'dp_p'; give the same, or "
+                                        "another")):
+        third = full_scale(f"--max_iters={done + 25}", flag)
+        assert third.returncode == 2 and third.stderr == f"resume.py: {out} {said} --out_dir\n"
     assert {path: path.read_bytes() for path in results.iterdir()} == kept and len(read_run(out)["sessions"]) == 2
     fourth = full_scale(f"--max_iters={done + 25}", "--init_from=begun_with.pt", GPUS="")
     assert fourth.returncode == 0 and len(read_run(out)["sessions"]) == 3, fourth
@@ -72,6 +75,7 @@ def test_full_scale_runs_ends_in_time_and_goes_on(runner, full_scale):
     ([], {"GPUS": "3"}, "train.py: error: .*is not divisible by the 3 ranks"),
     ([], {"MINUTES": "0"}, "full_scale.sh: MINUTES=0 is no number of minutes above 0"),  # timeout: no limit
     ([], {"RESULTS": "README.md/x"}, "full_scale.sh: RESULTS=README.md/x cannot be written"),
+    (["--attention", "flash_fa2"], {}, "full_scale.sh: write --attention=NAME, by which OUT is called"),
     (["--out_dir=elsewhere"], {}, "full_scale.sh: --out_dir=elsewhere: the run is looked for in OUT=")])  # not kept
 def test_full_scale_of_what_cannot_run_leaves_nothing(runner, full_scale, flags, variables, message):
     said = full_scale(*flags, **variables)
