@@ -274,17 +274,33 @@ def test_what_o_left_over_for_delta(backend, T, D):
         assert all(torch.equal(a, b) for a, b in zip(ours, run(qkv, do, spec, compiled), strict=True))
 
 
-def test_nothing_of_the_stored_os_rounding_is_left_in_the_gradients():
+@pytest.mark.parametrize("delta", ["dp_p", "dp_p_normalized", "do_o_corrected"])
+@pytest.mark.parametrize("T, D", [(1000, 64), (1024, 64), (300, 80), (1024, 128)])
+@pytest.mark.parametrize("backend", ["flash_fa2", "flash_bf16"])
+def test_deltas_from_rows_of_ds(backend, T, D, delta):
+    """O and dV as with rowsum(dO O), dQ and dK not, and all as emulated."""
+    qkv, do = inputs(2, 3, T, D)
+    spec, rng = make(backend, delta=delta), torch.zeros(3, dtype=torch.int64, device="cuda")
+    ours, of_o = run(qkv, do, spec), run(qkv, do, make(backend))
+    assert [torch.equal(a, b) for a, b in zip(ours, of_o, strict=True)] == [True, False, False, True]
+    theirs = run(qkv, do, spec, lambda q, k, v, spec: emulated(q, k, v, rng, spec.key, False)[0])
+    for name, a, b in zip(("o", "dq", "dk", "dv"), ours, theirs, strict=True):
+        assert (a != b).float().mean() < 0.05, name
+        assert abs((a.double() - b.double()).mean()) < 1e-4 * b.double().abs().mean(), name
+
+
+@pytest.mark.parametrize("delta", ["do_o_exact", "dp_p_normalized", "do_o_corrected"])
+def test_nothing_of_the_stored_os_rounding_is_left_in_the_gradients(delta):
     """Of FP32 tensors, where it is all that is rounded: dQ's error against float64 with and without what it left over
     (0.002 of it on a CPU). dV does not see it."""
     qkv, do = inputs(2, 3, 500, 64, torch.float32)
     _, *reference = exact(qkv, do)
-    near, far = (run(qkv, do, make("flash_fp32", output="bf16", delta=x))[1:] for x in ("do_o_exact", "do_o"))
+    near, far = (run(qkv, do, make("flash_fp32", output="bf16", delta=x))[1:] for x in (delta, "do_o"))
     for name, a, b, c in zip(("dq", "dk"), near, far, reference, strict=False):
         assert (a - c).norm() < 0.02 * (b - c).norm(), name
 
 
-@pytest.mark.parametrize("backend", [*PRESETS, "flash_fa2+delta=do_o_exact"])
+@pytest.mark.parametrize("backend", [*PRESETS, "flash_fa2+delta=do_o_exact", "flash_fa2+delta=do_o_corrected"])
 @pytest.mark.parametrize("T", [1000, 1024])
 def test_memory(backend, T):
     """Nothing of size T x T: forward and backward take O, L, delta and the gradients, with do_o_exact O's size once
@@ -295,7 +311,7 @@ def test_memory(backend, T):
     assert extra <= needed + 24  # the seed, which attend makes where it is given none
 
 
-@pytest.mark.parametrize("backend", [*PRESETS[:3], "flash_fa2+delta=do_o_exact"])
+@pytest.mark.parametrize("backend", [*PRESETS[:3], "flash_fa2+delta=do_o_exact", "flash_bf16+delta=do_o_corrected"])
 @pytest.mark.parametrize("D", [64, 128])
 def test_descriptors_and_pointers_give_the_same_bits(backend, D, monkeypatch):
     qkv, do = inputs(2, 3, 1024, D)
