@@ -95,16 +95,23 @@ def score_gradients(do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse:
     do, q, k, v: (B*H, T, D), their values in the operands' format; o: (B*H, T, D), as `o_of_delta`; lse: (B*H, T).
     """
     delta, alpha = _delta(do, q, k, v, o, lse, spec), q.shape[-1] ** -0.5
-    first = (do * o).sum(-1) if spec.delta == "do_o_corrected" else None
+    first = _of_o(do, o) if spec.delta == "do_o_corrected" else None
     for keys, rows in tiles(q, spec):
         s, p = _probabilities(q[:, rows], k[:, keys], lse[:, rows], spec)
+        slope = 1 - (s / spec.softcap).square_() if spec.softcap else None
         dp = _dp(do[:, rows], v[:, keys], spec)
-        slope = 1 - (s / spec.softcap).square_() if spec.softcap else 1
-        ds = ds_of_q = operand((dp - delta[:, rows, None]) * p * alpha * slope, spec)
+        before = None if first is None else _alpha_ds(dp.clone(), first[:, rows], p, alpha, slope, spec)
+        ds = ds_of_q = _alpha_ds(dp, delta[:, rows], p, alpha, slope, spec)
         if first is not None:
-            ds_of_q = operand((dp - first[:, rows, None]) * p * alpha * slope, spec)
-            ds_of_q = ds_of_q - operand(p * slope, spec) * ((delta - first)[:, rows, None] * alpha)
+            weight = operand(p if slope is None else p * slope, spec)
+            ds_of_q = before - weight * ((delta - first)[:, rows, None] * alpha)
         yield keys, rows, operand(p, spec), ds, ds_of_q
+
+
+def _alpha_ds(dp, delta, p, alpha, slope, spec):
+    """alpha dS of a tile as products read it, times the slope of the cap; made in place of dp."""
+    ds = dp.sub_(delta[..., None]).mul_(p).mul_(alpha)
+    return operand(ds if slope is None else ds.mul_(slope), spec)
 
 
 emulated = differentiable("lpattn::emulated", forward, backward)
@@ -171,21 +178,24 @@ def _new_maximum(m: Tensor, rm: Tensor, rs: Tensor | None, spec: AttentionSpec) 
 
 def _delta(do, q, k, v, o, lse, spec):
     """delta (B*H, T): rowsum(dO O), or an equivalent that never sees the rounded O (one more pass over the tiles)."""
-    of_o = (do * o).sum(-1)
     if spec.delta in ("do_o", "do_o_exact"):
-        return of_o
-    first = of_o if spec.delta == "do_o_corrected" else torch.zeros_like(of_o)
-    left, total, again = torch.zeros_like(lse), torch.zeros_like(lse), torch.zeros_like(q)
+        return _of_o(do, o)
+    if spec.delta == "do_o_recomputed":
+        again = torch.zeros_like(q)
+        for keys, rows in tiles(q, spec):
+            again[:, rows] += _product(_probabilities(q[:, rows], k[:, keys], lse[:, rows], spec)[1], v[:, keys])
+        return _of_o(do, again)
+    first = _of_o(do, o) if spec.delta == "do_o_corrected" else torch.zeros_like(lse)
+    left, total = torch.zeros_like(lse), torch.zeros_like(lse)
     for keys, rows in tiles(q, spec):
         _, p = _probabilities(q[:, rows], k[:, keys], lse[:, rows], spec)
-        if spec.delta == "do_o_recomputed":
-            again[:, rows] += _product(p, v[:, keys])
-        else:
-            total[:, rows] += p.sum(-1)
-            left[:, rows] += _dp(do[:, rows], v[:, keys], spec).sub_(first[:, rows, None]).mul_(p).sum(-1)
-    if spec.delta == "do_o_recomputed":
-        return (do * again).sum(-1)
+        total[:, rows] += p.sum(-1)
+        left[:, rows] += _dp(do[:, rows], v[:, keys], spec).sub_(first[:, rows, None]).mul_(p).sum(-1)
     return left if spec.delta == "dp_p" else first + left / total
+
+
+def _of_o(do, o):
+    return (do * o).sum(-1)
 
 
 def tiles(q: Tensor, spec: AttentionSpec):

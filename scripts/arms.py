@@ -72,20 +72,21 @@ def check_arm(name: str, argv: list[str]) -> Config:
     return config
 
 
-def check_begun(run: Path, argv: list[str]) -> None:
-    """Whether an arm that has begun in `run` is the one that argv means now. Errors: ConfigError, with both values."""
+def check_begun(run: Path, argv: list[str], out: str = "--out", steps: str = "--steps") -> None:
+    """Whether a run that has begun in `run` is the one that argv means now. out, steps: the flags of the caller's that
+    say where and how far it runs. Errors: ConfigError, with both values."""
     if not (begun := read_run(run)):
         return
     with contextlib.chdir(ROOT):
         config = load(argv)
     if (last_step(run) or 0) > config.max_iters:
-        raise ConfigError(f"{run} is at step {last_step(run)}, past --steps={config.max_iters}; give at least that, or "
-                          "another --out")
+        raise ConfigError(f"{run} is at step {last_step(run)}, past {steps}={config.max_iters}; give at least that, or "
+                          f"another {out}")
     now, then = json.loads(to_json(as_dict(config))), begun.get("config", {})
     for name in sorted((now.keys() & then.keys()) - set(MAY_CHANGE)):
         if now[name] != then[name]:
             raise ConfigError(f"{run} was begun with {name}={then[name]!r}, and this command says {now[name]!r}; give "
-                              "the same, or another --out")
+                              f"the same, or another {out}")
 
 
 def check_goes_on(run: Path, steps: int = 0) -> None:

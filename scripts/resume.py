@@ -19,10 +19,10 @@ def main(argv: list[str]) -> int:
     try:
         out = Path(load(argv).out_dir)
         if checkpoints(out):
-            check_begun(out, argv)
+            check_begun(out, argv, "--out_dir", "--max_iters")
             print("--init_from=resume")
     except (ConfigError, MetricsError) as error:
-        print(f"resume.py: {error}".replace("--steps", "--max_iters").replace("--out", "--out_dir"), file=sys.stderr)
+        print(f"resume.py: {error}", file=sys.stderr)
         return 2
     return 0
 
