@@ -57,6 +57,7 @@ class Config:
     gelu: Literal["exact", "tanh"] = "exact"  # nanoGPT's GELU, or the approximation of the released GPT-2 weights
     qk_norm: bool = False  # normalise queries and keys of each head before the scores
     qk_clip: float = 0.0  # MuonClip's tau: rescale W_Q and W_K of heads whose largest score exceeds it; 0 is off
+    smooth_k: bool = False  # keys less their mean over the sequence, which changes no probability
     gated_attention: bool = False  # sigmoid gate on each head's output
     logit_softcap: float = 0.0  # cap * tanh(logits / cap) on the final logits; 0 is off
     loss_chunk: int = 0  # tokens whose logits exist at a time; 0 is all of a micro-batch
