@@ -7,9 +7,9 @@ The model knows no attention backend: `attend[i](q, k, v, stats=False)` is layer
                      for k, shared by the heads (Qwen3 technical report, section 2; the idea is Henry et al. 2020)
     qk_clip          tau: after the optimizer step, W_q and W_k of a head whose largest score S in the step exceeded
                      tau shrink by sqrt(tau / S) each (MuonClip, Kimi K2 technical report, section 2.1, alpha = 1/2)
-    smooth_k         each head's keys less their mean over the sequence, which adds one number to all scores of a row and
-                     so changes no probability (SageAttention, section 4.2, there to quantise K). What rows of dS add up
-                     to, 0 but for rounding, is then multiplied by keys without their common part
+    smooth_k         each head's keys less their mean over the sequence, which adds one number to all scores of a row
+                     and so changes no probability (SageAttention, Zhang et al. 2024, there to quantise K). What rows
+                     of dS add up to, 0 but for rounding, then meets keys without their common part
     gated_attention  O * sigmoid(X W_g), elementwise and so head-specific, X the layer's normalised input (Qiu et al.
                      2025, Gated Attention for Large Language Models, position G1)
     logit_softcap    c: final logits become c * tanh(logits / c) (Gemma 2, section 2). A soft cap on the attention
