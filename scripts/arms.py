@@ -20,6 +20,7 @@ from data.loader import open_tokens
 from data.meta import corpus_folder
 from metrics import read_metrics, read_run, to_json
 from plan import remedies_of
+from runinfo import read_keys
 
 FURTHER = "Every other --key=value goes to train.py, whose keys python train.py --help lists."  # of a script's --help
 ROOT = Path(__file__).resolve().parents[1]
@@ -73,8 +74,9 @@ def check_arm(name: str, argv: list[str]) -> Config:
 
 
 def check_begun(run: Path, argv: list[str], out: str = "--out", steps: str = "--steps") -> None:
-    """Whether a run that has begun in `run` is the one that argv means now. out, steps: the flags of the caller's that
-    say where and how far it runs. Errors: ConfigError, with both values."""
+    """Whether a run that has begun in `run` is the one that argv means now, in all that it reads: a default of another
+    key may have changed since. out, steps: the flags of the caller's that say where and how far it runs. Errors:
+    ConfigError, with both values."""
     if not (begun := read_run(run)):
         return
     with contextlib.chdir(ROOT):
@@ -82,7 +84,7 @@ def check_begun(run: Path, argv: list[str], out: str = "--out", steps: str = "--
     if (last_step(run) or 0) > config.max_iters:
         raise ConfigError(f"{run} is at step {last_step(run)}, past {steps}={config.max_iters}; give at least that, or "
                           f"another {out}")
-    now, then = json.loads(to_json(as_dict(config))), begun.get("config", {})
+    now, then = map(read_keys, (json.loads(to_json(as_dict(config))), begun.get("config", {})))
     for name in sorted((now.keys() & then.keys()) - set(MAY_CHANGE)):
         if now[name] != then[name]:
             raise ConfigError(f"{run} was begun with {name}={then[name]!r}, and this command says {now[name]!r}; give "

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from diagnostics.lines import pyplot, save
 from failure import WINDOW, failure_of, step_of_turn
+from runinfo import read_keys
 from scripts.monitor import probed, runaway, scores_ran_away
 from scripts.runs import CompareError, Run, load_run, nan_last
 
@@ -198,8 +199,7 @@ def check_alike(runs: Iterable[tuple[tuple[str, int], Run]], arms: dict[str, Arm
             value = resolved.get(key) if settings.get(key) is None else settings[key]  # None is the commit's default
             if key != "dataset" and "{" not in text and value is not None and not _says(text, value):
                 raise ValueError(f"{where} has {key}={value}, not {text}; file it as what it is, or leave it out")
-        if settings.get("monitor") == "off":  # what reads these
-            settings = {key: value for key, value in settings.items() if not key.startswith("monitor_")}
+        settings = read_keys(settings)
         if "dataset" not in flags:
             settings["training data with SHA-256"] = run.info.get("data", {}).get("sha256")
         reference = reference or (where, flags, settings)
