@@ -15,7 +15,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that the script runs from anywhere
 
-from diagnostics.lines import label_ends, pyplot, save, whole_ticks
+from diagnostics.lines import label_ends, save, subplots, whole_ticks
 from failure import failure_of
 from files import write_text
 from metrics import MetricsError, to_json
@@ -110,13 +110,10 @@ def _sampled_differences(result: dict, count: int = 8) -> list[str]:
 def plot(runs: Sequence[Run], result: dict, path: str | Path) -> None:
     """Draws loss, loss difference, gradient norm and, where probed, ties and W_Q norms of the worst layer; line styles
     tell the runs apart without colour. `result` is what `compare` said of the runs."""
-    plt = pyplot()
-
     probed = [(prefix, title) for prefix, title in ((TIES, "rows with tied maxima, worst layer (share)"),
                                                     (WQ_NORM, "largest W_Q spectral norm of a head"))
               if any(run.layers(prefix) for run in runs)]
-    figure, grid = plt.subplots(3 + len(probed), 1, figsize=(8, 2.7 * (3 + len(probed))), sharex=True,
-                                layout="constrained")
+    figure, grid = subplots(3 + len(probed), 1, figsize=(8, 2.7 * (3 + len(probed))), sharex=True)
     for i, run in enumerate(runs):
         look = {"linestyle": STYLES[i % len(STYLES)], "label": run.name, "linewidth": 1.4,
                 "marker": "osv^"[i // len(STYLES) % 4] if i >= len(STYLES) else None, "markevery": 0.1}
@@ -146,16 +143,14 @@ def plot_layers(runs: Sequence[Run], path: str | Path) -> None:
     """Draws one column a run: loss, then W_Q norm and tied rows of each layer, in its worst head, and largest scores,
     the layer's number where the line ends; a dotted line where W_Q, and where scores, ran away. Errors: CompareError
     where no run was probed."""
-    plt = pyplot()
-
     panels = [(prefix, title) for prefix, title in
               ((WQ_NORM, "largest W_Q spectral norm\nof a head"),
                (ROW_MAX, "largest score"), (TIES_HEAD, "rows with tied maxima,\nworst head (share)"))
               if any(run.layers(prefix) for run in runs)]
     if not panels:
         raise CompareError("no run has probe/wq_norm or probe/ties values; train with --probe_interval=100")
-    figure, grid = plt.subplots(1 + len(panels), len(runs), figsize=(1 + 3 * len(runs), 2.2 * (1 + len(panels))),
-                                sharex=True, sharey="row", squeeze=False, layout="constrained")
+    figure, grid = subplots(1 + len(panels), len(runs), figsize=(1 + 3 * len(runs), 2.2 * (1 + len(panels))),
+                            sharex=True, sharey="row", squeeze=False)
     for column, run in enumerate(runs):
         grid[0][column].plot(*run.series("loss"), color="black", linewidth=0.8)
         grid[0][column].set_title(run.name, fontsize=9)

@@ -36,7 +36,7 @@ from attention.layers import changed
 from attention.spec import NO_SWITCHES, AttentionSpec
 from config import Config, ConfigError
 from diagnostics.coherence import top_share
-from diagnostics.lines import pyplot, save
+from diagnostics.lines import save, subplots
 from diagnostics.precision import head_spec
 from diagnostics.pushes import Pushes, pushes
 from diagnostics.scene import capture_heads
@@ -137,13 +137,10 @@ def by_step(matrices: list[Tensor]) -> dict[str, float]:
 def draw(lines: list[dict], path: Path) -> None:
     """A panel a head: error_share by step, a line for each numerics, in the order of their last values; one that is
     not finite may be a string, as JSON has it, and is not drawn."""
-    plt = pyplot()
-
     heads = sorted({line["head"] for line in lines})
     last = {line["numerics"]: nan_last(float(line["error_share"])) for line in lines if line["head"] == heads[0]}
     names = sorted(last, key=last.get, reverse=True)
-    figure, axes = plt.subplots(1, len(heads), figsize=(3.4 * len(heads) + 3, 4.2), sharey=True, squeeze=False,
-                                   layout="constrained")
+    figure, axes = subplots(1, len(heads), figsize=(3.4 * len(heads) + 3, 4.2), sharey=True, squeeze=False)
     for axis, head in zip(axes[0], heads, strict=True):
         for i, name in enumerate(names):
             points = [(line["step"], float(line["error_share"])) for line in lines
