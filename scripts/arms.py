@@ -190,7 +190,7 @@ def seconds_left(run: Path, steps: int, since: float = 0.0) -> float:
         logged = [record for record in map(json.loads, lines) if "loss" in record and record["time"] >= since]
         first, last = logged[0], logged[-1]
         return (steps - last["step"]) * (last["time"] - first["time"]) / (last["step"] - first["step"])
-    except (OSError, ValueError, LookupError, ZeroDivisionError):
+    except (OSError, ValueError, LookupError, TypeError, ZeroDivisionError):
         return math.inf
 
 

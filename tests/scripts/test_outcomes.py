@@ -369,6 +369,8 @@ def test_seconds_left_are_those_of_the_last_steps(tmp_path):
     log.write_text(lines[5] + json.dumps({"step": 60, "pad": "x" * arms.TAIL}) + "\n" + "".join(lines[6:]) + '{"step"')
     assert arms.seconds_left(tmp_path, 100) == pytest.approx(15)
     assert arms.seconds_left(tmp_path, 100, since=time.time()) == math.inf  # of an earlier session
+    log.write_text("".join(lines).replace('"time": ', '"time": "x", "was": '))
+    assert arms.seconds_left(tmp_path, 100) == math.inf
 
 
 @pytest.mark.parametrize("known", [True, False])
