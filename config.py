@@ -16,6 +16,11 @@ from typing import Literal
 Backend = Literal["standard", "sdpa", "flash_bf16", "flash_fa2", "flash_fp32", "stabilized"]
 
 
+# Of float keys, the least and the largest value beside 0; attention/spec.py has those of its switches.
+FP32_HOLDS = (2.0**-126, 1e18)  # and the product of two of the largest
+RANGES = {"collective_timeout_s": (1.0, 1e9)}  # gloo's clock ends at 9e9
+
+
 class ConfigError(ValueError):
     """A configuration that cannot run: one sentence with the values at fault and the way out."""
 
@@ -135,11 +140,12 @@ class Config:
             value = getattr(self, name)
             if not (value > 0 or (value == 0 and name in not_negative)):
                 raise ConfigError(f"{name}={value} must be {'positive' if name in positive else 'zero or more'}")
-        if self.seed >= 1 << 63:
-            raise ConfigError(f"seed={self.seed} must be below 2^63")
-        for name in ("learning_rate", "min_lr", "muon_learning_rate", "grad_clip", "weight_decay"):
-            if not getattr(self, name) < float("inf"):
-                raise ConfigError(f"{name}={getattr(self, name)} must be finite")
+        for name in HINTS:
+            value, (least, largest) = getattr(self, name), RANGES.get(name, FP32_HOLDS)
+            if type(value) is int and value >= 1 << 63:
+                raise ConfigError(f"{name}={value} must be below 2^63")
+            if type(value) is float and value and name not in self.switches and not least <= value <= largest:
+                raise ConfigError(f"{name}={value} cannot be computed with; give {least:.2g} to {largest:g}")
         for name in ("beta1", "beta2", "dropout", "muon_momentum"):
             if not 0 <= getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)} must be in [0, 1)")

@@ -1,6 +1,7 @@
 """The config: every file loads, pairs differ in their attention alone, every mistake names the nearest right thing."""
 
 import dataclasses
+import re
 import tomllib
 import typing
 from pathlib import Path
@@ -108,12 +109,27 @@ def test_isolation_differs_from_gpt2_small_in_what_it_isolates():
     ({"weight_decay": -0.1}, "weight_decay=-0.1 must be zero or more"),
     ({"learning_rate": float("nan")}, "learning_rate=nan must be positive"),
     ({"beta2": 1.0}, "beta2=1.0 must be in [0, 1)"),
+    ({"max_iters": 1 << 63}, "max_iters=9223372036854775808 must be below 2^63"),
+    ({"eps": float("inf")}, "eps=inf cannot be computed with; give 1.2e-38 to 1e+18"),
+    ({"min_lr": 1e300}, "min_lr=1e+300 cannot be computed with"),
+    ({"collective_timeout_s": 1e10}, "collective_timeout_s=10000000000.0 cannot be computed with; give 1 to 1e+09"),
     ({"n_head": 5}, "n_embd=768 is not divisible by n_head=5"),
 ])
 def test_wrong_values(table, words, tmp_path):
     with pytest.raises(ConfigError) as error:
         from_dict(table, "here")
     assert words in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", [name for name, hint in HINTS.items() if float in (hint, *typing.get_args(hint))])
+def test_every_float_has_bounds(name):
+    """Of the sign that makes sense, and such that FP32 holds it: by the config itself, or by attention/spec.py."""
+    rule = {"fixed_shift": {"stabilizer": "fixed"}, "lazy_threshold": {"stabilizer": "lazy_max"}}.get(name, {})
+    for value in (-1.0, float("nan"), float("inf"), 1e300, 1e-300):
+        if value == float("inf") and name == "shift_cap":  # the paper's rule
+            continue
+        with pytest.raises(ValueError, match=f"{name}={re.escape(str(value))} "):
+            specs(from_dict({"attention": "stabilized", **rule, name: value}, "here"))
 
 
 def test_wrong_files(tmp_path):
