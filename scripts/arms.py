@@ -19,7 +19,7 @@ from config import Config, ConfigError, as_dict, load
 from data.loader import open_tokens
 from data.meta import corpus_folder
 from metrics import read_metrics, read_run, to_json
-from plan import remedies_of
+from plan import check_memory, remedies_of
 from runinfo import read_keys
 
 FURTHER = "Every other --key=value goes to train.py, whose keys python train.py --help lists."  # of a script's --help
@@ -63,6 +63,7 @@ def check_arm(name: str, argv: list[str]) -> Config:
             if config.monitor == "stop":
                 raise ConfigError("monitor=stop ends a run before it is known whether it fails, so it has no outcome; "
                                   "use --monitor=warn, which logs the same warnings")
+            check_memory(config)
             specs = layer_specs(config.n_layer, config.n_head, config.attention, config.switches,
                                 config.attention_override, config.output_heads)
             remedies_of(config, specs)

@@ -33,6 +33,11 @@ REFUSED = {
     "unknown device": (dict(device="gpu"), "device=gpu is unknown; choose cpu"),
     "data": (dict(dataset="nowhere"), "nowhere does not exist; make it with"),
     "block": (dict(block_size=4000), "4000 tokens, but .* block_size=4000 reads 4001"),  # the validation split's
+    "evaluation's size": (dict(eval_iters=10**12), "eval_iters=1000000000000, batch_size=2: the starts of an ev"),
+    "step's size": (dict(gradient_accumulation_steps=10**12, eval_iters=1), "the starts of a step's .* this machine"),
+    "batch's size": (dict(batch_size=10**6, block_size=10**9), "batch_size=1000000, block_size=1000000000: inputs and"),
+    "layers": (dict(n_layer=10**12), "n_layer=1000000000000, n_embd=32, .* the weights alone take .* GiB, and this"),
+    "vocabulary's size": (dict(vocab_size=10**15), "vocab_size=1000000000000000, .* the weights alone"),
     "order file": (dict(replay="nowhere.bin"), "nowhere.bin cannot be read: No such file"),
     "resume": (dict(init_from="resume"), "no checkpoint .* to resume from"),
     "checkpoint": (dict(init_from="nowhere.pt"), "nowhere.pt does not exist"),
@@ -212,6 +217,25 @@ def test_folder_that_cannot_be_written(runner):
     (runner.root / "file").write_text("")
     run = runner("run", code=2, out_dir=runner.root / "file" / "run")
     assert_sentence(run.stderr, "the log of this run cannot be kept in .*file/run: Not a directory")
+
+
+@pytest.mark.parametrize("error", [
+    MemoryError(), MemoryError("Unable to allocate 9 GiB"), torch.OutOfMemoryError("CUDA out of memory"),
+    RuntimeError("DefaultCPUAllocator: can't allocate memory\nframe 0")], ids=repr)
+def test_memory_that_does_not_suffice(runner, monkeypatch, error):
+    """For the model: nothing is left behind. For a step: what any run leaves that ends."""
+    def fails(*_):
+        raise error
+
+    said = str(error).partition("\n")[0]
+    message = f"out of memory with batch_size=2, block_size=32, .*{said}.*; lower batch_size and"
+    with monkeypatch.context() as patch:
+        patch.setattr("trainer.GPT", fails)
+        assert_sentence(runner.refused("refused"), f"error: {message}")
+    monkeypatch.setattr("trainer.Trainer.gradients", fails)
+    run = runner("run", code=1)
+    assert_sentence(run.stderr, f"train.py: stopped: in step 0: {message}")
+    assert len(run.stderr.splitlines()) == 1
 
 
 @pytest.mark.parametrize("ranks", ["0", "abc", "-1"])
