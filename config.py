@@ -223,14 +223,40 @@ def load(argv: list[str]) -> Config:
     if late := [arg for arg in argv if arg.endswith(".toml") and not arg.startswith("-")]:
         raise ConfigError(f"the config file {late[0]} comes first: train.py {late[0]} --key=value ...")
     for flag in (arg.partition("=")[0] for arg in argv if arg.startswith("--")):
-        if (key := flag[2:].replace("-", "_")) not in (*HINTS, "help"):
+        if (key := key_of(flag)) not in (*HINTS, "help"):
             raise ConfigError(f"unknown flag {flag}; the nearest is --{_nearest(key)}, and --help lists all")
+    check_once(argv)
     import tyro  # here, so that reading a config file needs nothing but Python
 
     return tyro.cli(Config, default=base, args=argv, config=(tyro.conf.FlagConversionOff,), use_underscores=True,
                     prog="train.py [CONFIG.toml]",
                     description="Train GPT-2 with pluggable attention. The defaults shown are those of the config "
                                 "file, where one is named before the first flag.")
+
+
+def key_of(flag: str) -> str:
+    """The key of --key=value."""
+    return flag.removeprefix("--").partition("=")[0].replace("-", "_")
+
+
+def check_once(argv: list[str]) -> None:
+    """Errors: ConfigError for a flag that is given twice, of which one would be lost. But --init_from=resume may come
+    last: whoever goes on with the same command appends it."""
+    flags = [arg for arg in argv if arg.startswith("--")]
+    if flags[-1:] == ["--init_from=resume"]:
+        flags = override(flags, "--init_from=resume")
+    for flag in flags:
+        if len(same := [other for other in flags if key_of(other) == key_of(flag)]) > 1:
+            raise ConfigError(f"--{key_of(flag)} is given more than once, {' and '.join(same)}; give it once")
+
+
+def override(argv: list[str], *flags: str) -> list[str]:
+    """A command line with `flags` in the place of its own of the same keys."""
+    keys, kept, stays = {key_of(flag) for flag in flags if flag.startswith("--")}, [], True
+    for arg in argv:
+        stays = key_of(arg) not in keys if arg.startswith("--") else stays  # with a flag goes the value behind it
+        kept += [arg] * stays
+    return [*kept, *flags]
 
 
 def _nearest(key: str) -> str:

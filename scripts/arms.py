@@ -15,7 +15,7 @@ from typing import TextIO
 
 from attention import layer_specs
 from checkpoint import checkpoints, step_of
-from config import Config, ConfigError, as_dict, load
+from config import Config, ConfigError, as_dict, key_of, load, override
 from data.loader import open_tokens
 from data.meta import corpus_folder
 from metrics import read_metrics, read_run, to_json
@@ -48,8 +48,7 @@ def check_extra(extra: list[str], own: dict[str, str]) -> None:
     """Of the flags for train.py none may be one that the script sets for its arms, or it would be lost, or make runs
     that never end as they should. own: what to do instead, by key. Errors: ConfigError."""
     for flag in extra:
-        key = flag.removeprefix("--").partition("=")[0].replace("-", "_")
-        if flag.startswith("--") and key in own:
+        if flag.startswith("--") and (key := key_of(flag)) in own:
             raise ConfigError(f"{flag} cannot be passed on to train.py, as {key} is set for every arm; {own[key]}")
 
 
@@ -148,7 +147,7 @@ def run_arms(arms: dict[str, list[str] | Callable[[], list[str] | None]], folder
                     log.close()
                     continue
                 if checkpoints(folder / name):
-                    argv = [*argv, "--init_from=resume"]
+                    argv = override(argv, "--init_from=resume")
                 environment, slot = dict(os.environ), 0
                 if gpus > 1:
                     slots = [slot for _, slot, _, _ in running.values()]

@@ -25,7 +25,7 @@ from pathlib import Path
 
 import torch
 
-from config import as_dict
+from config import ConfigError, as_dict, check_once, override
 from data.loader import open_tokens
 from data.meta import corpus_folder
 from failure import failure_of
@@ -67,6 +67,10 @@ def parser(description: str, out: str, arms: Iterable[str]) -> argparse.Argument
 def parse(options: argparse.ArgumentParser, arms: Iterable[str], file: str,
           argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
     """What options.parse_known_args returns; with --collect, what is not given is as in the table OUT/file, if any."""
+    try:
+        check_once(sys.argv[1:] if argv is None else argv)
+    except ConfigError as error:
+        options.error(str(error))
     args, _ = options.parse_known_args(argv)
     table = args.out / file
     if args.collect is not None and table.exists():
@@ -92,14 +96,15 @@ def run_experiment(arms: dict[str, Arm], args: argparse.Namespace, extra: list[s
         "max_iters": "give --steps", "seed": "give --seeds", "out_dir": "give --out"})
     gpus, deadline = torch.cuda.device_count(), time.monotonic() + 60 * args.minutes
     waits = {name for name, arm in arms.items() if any("{" in flag for flag in arm.flags)}
-    common = [args.config, f"--dataset={args.dataset}", f"--max_iters={args.steps}", "--stop_when_failed=True", *extra]
+    common = override([args.config, f"--dataset={args.dataset}", f"--max_iters={args.steps}",
+                       "--stop_when_failed=True"], *extra)
     have = {key: run for key, (_, run) in _find(args.kept, arms, args)[0].items() if finished(run, args.steps)}
     folders = {(name, seed): f"seed{seed}/{name}" for seed in args.seeds for name in arms if (name, seed) not in have}
 
     def argv(name: str, seed: int, chosen: dict) -> list[str]:
         words = {"layer": chosen.get("layer"), "head": chosen.get("head"),
                  "heads": ",".join(map(str, chosen.get("heads", [])))}
-        return [*common, f"--seed={seed}", *(flag.format(**words) for flag in arms[name].flags)]
+        return override(common, f"--seed={seed}", *(flag.format(**words) for flag in arms[name].flags))
 
     def late(name: str, seed: int) -> list[str] | None:
         if (FIRST, seed) in have:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from attention import layer_specs
-from config import HINTS, Config, ConfigError, as_dict, from_dict, from_file, load
+from config import HINTS, Config, ConfigError, as_dict, from_dict, from_file, load, override
 
 ROOT = Path(__file__).parents[1]
 FILES = sorted(ROOT.glob("configs/**/*.toml"))
@@ -150,6 +150,24 @@ def test_wrong_flag_names_the_nearest(flag, near):
     with pytest.raises(ConfigError, match=f"unknown flag {flag.partition('=')[0]}; the nearest is --{near}, and"):
         load(["--seed=3", flag])
     assert load(["--batch-size=3", "--learning_rate", "2"]) == Config(batch_size=3, learning_rate=2.0)
+
+
+@pytest.mark.parametrize("argv, words", [
+    (["--seed=1", "--seed=2"], "--seed is given more than once, --seed=1 and --seed=2; give it once"),
+    (["--batch_size", "1", "--dropout=0", "--batch-size=1"], "--batch_size is given more than once, --batch_size and"),
+    (["--init_from=resume", "--init_from=a.pt"], "--init_from is given more than once"),
+    (["--seed=1", "--init_from=a.pt", "--seed=2", "--init_from=resume"], "--seed is given more than once")])
+def test_a_flag_is_given_once(argv, words):
+    with pytest.raises(ConfigError, match=words):
+        load([str(FILES[0]), *argv])
+    assert load(["--init_from=a.pt", "--init_from=resume"]) == Config(init_from="resume")  # the same command goes on
+
+
+def test_flags_of_a_script_take_the_place_of_the_same_ones():
+    given = ["a.toml", "--wandb_tags", "x", "y", "--bias=True", "--batch-size", "2"]
+    flags = ["--wandb_tags=z", "--batch_size=3"]
+    assert override(given, *flags) == ["a.toml", "--bias=True", *flags] and override(given) == given
+    assert override(given, "--bias", "False") == [*given[:4], *given[5:], "--bias", "False"]
 
 
 def test_help_lists_every_field(capsys):

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from config import override
 from metrics import read_metrics, read_run
 from replay.order import OrderFile
 from scripts import collect
@@ -40,8 +41,8 @@ def full_scale(runner, corpus):
              "CUDA_VISIBLE_DEVICES": ""}
 
     def call(*more, **variables):
-        return subprocess.run(["bash", "scripts/full_scale.sh", *flags, *more], cwd=ROOT, text=True, timeout=180,
-                              env=os.environ | fixed | variables, capture_output=True)
+        return subprocess.run(["bash", "scripts/full_scale.sh", *override(flags, *more)], cwd=ROOT, text=True,
+                              timeout=180, env=os.environ | fixed | variables, capture_output=True)
 
     return call
 
@@ -63,7 +64,7 @@ def test_full_scale_runs_ends_in_time_and_goes_on(runner, full_scale):
     for flag, said in (("--max_iters=1", f"is at step {done + 20}, past --max_iters=1; give at least that, or another"),
                        ("--delta=dp_p", "was begun with delta=None, and this command says 'dp_p'; give the same, or "
                                         "another")):
-        third = full_scale(f"--max_iters={done + 25}", flag)
+        third = full_scale(*override([f"--max_iters={done + 25}"], flag))
         assert third.returncode == 2 and third.stderr == f"resume.py: {out} {said} --out_dir\n"
     assert {path: path.read_bytes() for path in results.iterdir()} == kept and len(read_run(out)["sessions"]) == 2
     fourth = full_scale(f"--max_iters={done + 25}", "--init_from=begun_with.pt", GPUS="")
