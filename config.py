@@ -140,6 +140,9 @@ class Config:
             value = getattr(self, name)
             if not (value > 0 or (value == 0 and name in not_negative)):
                 raise ConfigError(f"{name}={value} must be {'positive' if name in positive else 'zero or more'}")
+        for name in ("out_dir", "init_from"):
+            if not getattr(self, name).strip():
+                raise ConfigError(f"{name}={getattr(self, name)!r} is empty; the working folder is .")
         for name in HINTS:
             value, (least, largest) = getattr(self, name), RANGES.get(name, FP32_HOLDS)
             if type(value) is int and value >= 1 << 63:

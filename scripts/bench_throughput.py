@@ -37,7 +37,7 @@ from files import write_text
 from plan import prepare
 from runinfo import describe_run
 from scripts.arms import FURTHER
-from scripts.targets import check_targets
+from scripts.targets import check_targets, named
 from stop import StopRequested, StopSignal
 from trainer import Trainer
 
@@ -362,7 +362,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--profile", action="store_true", help="device time by kind of kernel, longest kernels")
     parser.add_argument("--fit", metavar="80,24", help="instead: the largest micro-batch, among those that divide a "
                         "step, that trains in so many GiB")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="add rows to this JSON file once they are known; "
+    parser.add_argument("--out", type=named, metavar="FILE", help="add rows to this JSON file once they are known; "
                         "rows of the same arm, GPUs and size are replaced")
     check_once(argv)
     options, rest = parser.parse_known_args(argv)

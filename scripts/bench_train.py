@@ -33,7 +33,7 @@ from plan import prepare
 from replay.order import OrderFile, Recorder
 from runinfo import describe_run, print_header
 from scripts.arms import FURTHER
-from scripts.targets import check_targets
+from scripts.targets import check_targets, named
 from stop import StopRequested, StopSignal
 from trainer import Trainer
 
@@ -111,7 +111,7 @@ def main(argv: list[str]) -> int:
                                      usage="%(prog)s [CONFIG.toml] [--key=value ...]", epilog=FURTHER,
                                      allow_abbrev=False)
     parser.add_argument("--steps", type=int, default=30, help="timed steps; default 30")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write what is printed")
+    parser.add_argument("--json", type=named, metavar="FILE", help="write what is printed")
     check_once(argv)
     options, rest = parser.parse_known_args(argv)
     if options.steps < 1:

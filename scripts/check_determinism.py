@@ -27,7 +27,7 @@ from metrics import MetricsError, read_metrics, read_run, to_json
 from replay.order import OrderFile
 from scripts.arms import FURTHER
 from scripts.bench_throughput import write_corpus
-from scripts.targets import check_targets
+from scripts.targets import check_targets, named
 
 ROOT = Path(__file__).resolve().parents[1]
 CLOCKS = ("time", "tokens_per_s")
@@ -90,7 +90,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--ranks", type=int, default=1, help="GPUs, or processes on a CPU")
     parser.add_argument("--replay_steps", type=int, default=100, help="steps that the replay on one rank makes")
     parser.add_argument("--tolerance", type=float, default=1e-3, help="nats between a loss and its replay on one rank")
-    parser.add_argument("--out", type=Path, default=Path("runs/determinism"), help="a folder that does not exist yet")
+    parser.add_argument("--out", type=named, default=Path("runs/determinism"), help="a folder that does not exist yet")
     check_once(sys.argv[1:] if argv is None else argv)
     args, flags = parser.parse_known_args(argv)
     if args.out.exists():

@@ -22,7 +22,7 @@ from metrics import MetricsError, to_json
 from replay.order import OrderError
 from scripts.monitor import probed, runaway, scores_ran_away
 from scripts.runs import CompareError, Run, columns, common_steps, difference, load_runs, nan_last
-from scripts.targets import check_targets
+from scripts.targets import check_targets, named
 
 TIES, TIES_HEAD, WQ_NORM, ROW_MAX = (f"probe/{name}/layer" for name in ("ties", "ties_head", "wq_norm", "row_max"))
 STYLES = ("-", "--", ":", "-.", (0, (5, 1, 1, 1, 1, 1)), (0, (8, 2)), (0, (1, 3)), (0, (3, 1, 1, 3)))
@@ -200,14 +200,16 @@ def main(argv: list[str] | None = None) -> int:
     """Exit status: 0, or 2 with one sentence where runs cannot be read or compared."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", metavar="RUN", help="out_dir or metrics file; the first is the reference")
-    parser.add_argument("-o", "--output", metavar="FILE.png", help="draw the curves into this file")
-    parser.add_argument("--layers", metavar="FILE.png", help="draw W_Q norms and ties of each layer into this file")
-    parser.add_argument("--json", metavar="FILE", help="write the comparison, per-step differences included, as JSON")
+    parser.add_argument("-o", "--output", metavar="FILE.png", type=named, help="draw the curves into this file")
+    parser.add_argument("--layers", metavar="FILE.png", type=named,
+                        help="draw W_Q norms and ties of each layer into this file")
+    parser.add_argument("--json", metavar="FILE", type=named,
+                        help="write the comparison, per-step differences included, as JSON")
     parser.add_argument("--allow_different_orders", action="store_true", help="compare anyway, and label the output")
     args = parser.parse_args(argv)
     try:
         for flag, target in (("-o", args.output), ("--layers", args.layers)):
-            if target and Path(target).suffix not in (".png", ".pdf", ".svg"):
+            if target and target.suffix not in (".png", ".pdf", ".svg"):
                 raise CompareError(f"{flag} {target} must end in .png, .pdf or .svg")
         check_targets(args.output, args.layers, args.json)
         runs = load_runs(args.runs)

@@ -47,7 +47,7 @@ from plan import Plan
 from runinfo import git_state
 from scripts.diagnose import chosen, models_of, open_run, row_of, specs_at
 from scripts.runs import nan_last
-from scripts.targets import check_targets
+from scripts.targets import check_targets, named
 
 
 def check(config: Config, plan: Plan, paths: list[Path], layer: int, heads: list[int], sequences: int, rows: int,
@@ -201,13 +201,14 @@ def report(lines: list[dict]) -> None:
 def main(argv: list[str] | None = None) -> int:
     """Exit status: 0, or 2 with one sentence for what a user can change."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("run", type=Path, metavar="RUN", help="a run's out_dir with checkpoints; with --draw, an --out")
+    parser.add_argument("run", type=named, metavar="RUN",
+                        help="a run's out_dir with checkpoints; with --draw, an --out")
     parser.add_argument("--steps", default=":", metavar="a:b", help="as diagnose.py's; default all")
     parser.add_argument("--layer", type=int, default=1, help="counted from 0; default 1, which fails in the paper")
     parser.add_argument("--heads", type=int, nargs="+", help="default: all of the layer")
     parser.add_argument("--numerics", nargs="+", default=["run"], metavar="ROUNDINGS", help="default: the run's own")
     parser.add_argument("--sequences", type=int, default=256, help="for each checkpoint; default 256")
-    parser.add_argument("--out", type=Path, help="default: RUN/delta_bias.json")
+    parser.add_argument("--out", type=named, help="default: RUN/delta_bias.json")
     parser.add_argument("--dataset", metavar="DIR", help="the run's corpus, where it has moved")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
     parser.add_argument("--draw", action="store_true", help="the figure of RUN, an --out of this script")

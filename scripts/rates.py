@@ -35,7 +35,7 @@ from scripts.arms import FURTHER, RESULTS, ROOT, check_arm, check_extra, outcome
 from scripts.collect import collect
 from scripts.outcomes import FAILS, FIRST, Arm, check_alike, draw, finished, load, propose, tabulate
 from scripts.runs import Run, load_run
-from scripts.targets import check_targets
+from scripts.targets import check_targets, named
 from stop import EXIT_SIGINT, EXITS_STOPPED
 
 
@@ -46,7 +46,7 @@ def parser(description: str, out: str, arms: Iterable[str]) -> argparse.Argument
                                     allow_abbrev=False)  # --batch_size is train.py's, not short for --batch_sizes
     found.add_argument("--config", default="configs/mini_flash_bf16.toml", help="the failing run")
     found.add_argument("--dataset", default="mini", help="folder with train.bin and val.bin")
-    found.add_argument("--out", type=Path, default=Path(out))
+    found.add_argument("--out", type=named, default=Path(out))
     found.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3, 4, 5], help="of weights and order")
     found.add_argument("--steps", type=int, default=10000, help="an arm that has not failed by then is stable")
     found.add_argument("--arms", nargs="+", default=list(arms), choices=list(arms), metavar="ARM",
@@ -56,10 +56,10 @@ def parser(description: str, out: str, arms: Iterable[str]) -> argparse.Argument
                             "next of which compiles during its last seconds)")
     found.add_argument("--minutes", type=float, default=math.inf,
                        help="after which running arms save and end; the same command goes on with them")
-    found.add_argument("--collect", type=Path, nargs="*", metavar="FOLDER",
+    found.add_argument("--collect", type=named, nargs="*", metavar="FOLDER",
                        help="run nothing: the table of the runs in --out and in these folders, each the --out of an "
                             "earlier call or what was kept of one; keeps their logs, thinned, in --out")
-    found.add_argument("--kept", type=Path, nargs="+", default=[], metavar="FOLDER",
+    found.add_argument("--kept", type=named, nargs="+", default=[], metavar="FOLDER",
                        help="folders as of --collect; an arm that has its outcome there is not run again")
     return found
 

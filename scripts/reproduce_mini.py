@@ -29,7 +29,7 @@ from replay.order import OrderFile
 from scripts import compare
 from scripts.arms import FURTHER, RESULTS, check_arm, check_begun, check_extra, check_goes_on, run_arms
 from scripts.monitor import LARGE_SCORE
-from scripts.targets import check_targets
+from scripts.targets import check_targets, named
 from stop import EXIT_SIGINT
 
 RECORDED = "flash_bf16"
@@ -94,7 +94,7 @@ def main(argv: list[str] | None = None) -> int:
                                      epilog=FURTHER,
                                      allow_abbrev=False)  # --seed and the like may be meant for train.py
     parser.add_argument("--dataset", default="mini", help="folder with train.bin and val.bin")
-    parser.add_argument("--out", type=Path, default=Path("runs/mini"), help="folder of the runs, and of what is found")
+    parser.add_argument("--out", type=named, default=Path("runs/mini"), help="folder of the runs, and of what is found")
     parser.add_argument("--steps", type=int, default=5000,
                         help="optimizer steps an arm: 5000 (the default) for W_Q, 10000 for the loss")
     parser.add_argument("--seed", type=int, default=1, help="of weights and order")

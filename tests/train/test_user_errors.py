@@ -32,6 +32,9 @@ REFUSED = {
     "missing GPU": (dict(device="cuda"), "needs a CUDA GPU .* --device=cpu"),
     "unknown device": (dict(device="gpu"), "device=gpu is unknown; choose cpu"),
     "data": (dict(dataset="nowhere"), "nowhere does not exist; make it with"),
+    "nowhere to write": (dict(out_dir=" "), "out_dir=' ' is empty; the working folder is ."),
+    "nothing to begin with": (dict(init_from=""), "init_from='' is empty"),
+    "no data": (dict(dataset=""), "the name of the data folder is empty"),
     "block": (dict(block_size=4000), "4000 tokens, but .* block_size=4000 reads 4001"),  # the validation split's
     "evaluation's size": (dict(eval_iters=10**12), "eval_iters=1000000000000, batch_size=2: the starts of an ev"),
     "step's size": (dict(gradient_accumulation_steps=10**12, eval_iters=1), "the starts of a step's .* this machine"),
