@@ -16,6 +16,11 @@ from typing import Literal
 Backend = Literal["standard", "sdpa", "flash_bf16", "flash_fa2", "flash_fp32", "stabilized"]
 
 
+# Of float keys, the least and the largest value beside 0; attention/spec.py has those of its switches.
+FP32_HOLDS = (2.0**-126, 1e18)  # and the product of two of the largest
+RANGES = {"collective_timeout_s": (1.0, 1e9)}  # gloo's clock ends at 9e9
+
+
 class ConfigError(ValueError):
     """A configuration that cannot run: one sentence with the values at fault and the way out."""
 
@@ -135,11 +140,15 @@ class Config:
             value = getattr(self, name)
             if not (value > 0 or (value == 0 and name in not_negative)):
                 raise ConfigError(f"{name}={value} must be {'positive' if name in positive else 'zero or more'}")
-        if self.seed >= 1 << 63:
-            raise ConfigError(f"seed={self.seed} must be below 2^63")
-        for name in ("learning_rate", "min_lr", "muon_learning_rate", "grad_clip", "weight_decay"):
-            if not getattr(self, name) < float("inf"):
-                raise ConfigError(f"{name}={getattr(self, name)} must be finite")
+        for name in ("out_dir", "init_from"):
+            if not getattr(self, name).strip():
+                raise ConfigError(f"{name}={getattr(self, name)!r} is empty; the working folder is .")
+        for name in HINTS:
+            value, (least, largest) = getattr(self, name), RANGES.get(name, FP32_HOLDS)
+            if type(value) is int and value >= 1 << 63:
+                raise ConfigError(f"{name}={value} must be below 2^63")
+            if type(value) is float and value and name not in self.switches and not least <= value <= largest:
+                raise ConfigError(f"{name}={value} cannot be computed with; give {least:.2g} to {largest:g}")
         for name in ("beta1", "beta2", "dropout", "muon_momentum"):
             if not 0 <= getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)} must be in [0, 1)")
@@ -217,14 +226,40 @@ def load(argv: list[str]) -> Config:
     if late := [arg for arg in argv if arg.endswith(".toml") and not arg.startswith("-")]:
         raise ConfigError(f"the config file {late[0]} comes first: train.py {late[0]} --key=value ...")
     for flag in (arg.partition("=")[0] for arg in argv if arg.startswith("--")):
-        if (key := flag[2:].replace("-", "_")) not in (*HINTS, "help"):
+        if (key := key_of(flag)) not in (*HINTS, "help"):
             raise ConfigError(f"unknown flag {flag}; the nearest is --{_nearest(key)}, and --help lists all")
+    check_once(argv)
     import tyro  # here, so that reading a config file needs nothing but Python
 
     return tyro.cli(Config, default=base, args=argv, config=(tyro.conf.FlagConversionOff,), use_underscores=True,
                     prog="train.py [CONFIG.toml]",
                     description="Train GPT-2 with pluggable attention. The defaults shown are those of the config "
                                 "file, where one is named before the first flag.")
+
+
+def key_of(flag: str) -> str:
+    """The key of --key=value."""
+    return flag.removeprefix("--").partition("=")[0].replace("-", "_")
+
+
+def check_once(argv: list[str]) -> None:
+    """Errors: ConfigError for a flag that is given twice, of which one would be lost. But --init_from=resume may come
+    last: whoever goes on with the same command appends it."""
+    flags = [arg for arg in argv if arg.startswith("--")]
+    if flags[-1:] == ["--init_from=resume"]:
+        flags = override(flags, "--init_from=resume")
+    for flag in flags:
+        if len(same := [other for other in flags if key_of(other) == key_of(flag)]) > 1:
+            raise ConfigError(f"--{key_of(flag)} is given more than once, {' and '.join(same)}; give it once")
+
+
+def override(argv: list[str], *flags: str) -> list[str]:
+    """A command line with `flags` in the place of its own of the same keys."""
+    keys, kept, stays = {key_of(flag) for flag in flags if flag.startswith("--")}, [], True
+    for arg in argv:
+        stays = key_of(arg) not in keys if arg.startswith("--") else stays  # with a flag goes the value behind it
+        kept += [arg] * stays
+    return [*kept, *flags]
 
 
 def _nearest(key: str) -> str:

@@ -19,6 +19,7 @@ from mirror import Wandb
 
 _TO_JSON = {math.inf: "Infinity", -math.inf: "-Infinity"}
 _FROM_JSON = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+_NUMBERS = ("loss", "val_loss", "grad_norm", "lr", "tokens", "tokens_per_s", "time")  # keys of a record, with probe/...
 
 
 class MetricsError(RuntimeError):
@@ -36,7 +37,8 @@ def read_metrics(run: str | Path) -> list[dict]:
 
     Where a resumed run logged a step again, the later record wins, and what an earlier session logged beyond the step
     that it resumed at is left out: that is another branch. A torn line (of a killed run) is skipped with a
-    message. NaN and the infinities come back as floats. Raises MetricsError where there is no such file.
+    message. NaN and the infinities come back as floats. Raises MetricsError where there is no such file, and for a
+    line that is no record or has something else where a number belongs.
     """
     path = find_metrics(run)
     by_step = {}
@@ -47,12 +49,16 @@ def read_metrics(run: str | Path) -> list[dict]:
             if line.strip():
                 print(f"{path}: line {number} is torn and was skipped", file=sys.stderr)
             continue
-        if isinstance(record, dict) and isinstance(record.get("resumed_at"), int):
+        if isinstance(record, dict) and type(record.get("resumed_at")) is int:
             by_step = {step: r for step, r in by_step.items() if step <= record["resumed_at"]}
             continue
-        if not isinstance(record, dict) or not isinstance(record.get("step"), int):
+        if not isinstance(record, dict) or type(record.get("step")) is not int:
             raise MetricsError(f"{path}: line {number} is no record with a step; is this a metrics.jsonl file?")
-        by_step[record["step"]] = {key: _floats(value) for key, value in record.items()}
+        by_step[record["step"]] = record = {key: _floats(value) for key, value in record.items()}
+        if wrong := [key for key, value in record.items() if not _fits(key, value)]:
+            what = "list of numbers" if "_head/" in wrong[0] else "number"
+            raise MetricsError(f"{path}: line {number} has {wrong[0]}={record[wrong[0]]!r:.60}, where a {what} "
+                               "belongs; repair the line, or remove it")
     return [by_step[step] for step in sorted(by_step)]
 
 
@@ -216,6 +222,14 @@ def _floats(value):
     if isinstance(value, list):
         return [_floats(item) for item in value]
     return _FROM_JSON.get(value, value) if isinstance(value, str) else value
+
+
+def _fits(key: str, value) -> bool:
+    """Whether a value of a record is what the key's readers take for granted: a number, or a list of them by head."""
+    if key not in _NUMBERS and not key.startswith("probe/"):
+        return True
+    values = value if "_head/" in key else [value]
+    return isinstance(values, list) and bool(values) and all(type(one) in (int, float) for one in values)
 
 
 def _read(path: Path) -> str:

@@ -48,6 +48,7 @@ def prepare(config: Config) -> Plan:
         raise ConfigError(f"WORLD_SIZE={world!r} in the environment is no number of ranks; start with torchrun, or "
                           "unset it")
     world = int(world)
+    check_memory(config)
     if config.gradient_accumulation_steps % world:
         raise ConfigError(f"gradient_accumulation_steps={config.gradient_accumulation_steps} is the total over ranks "
                           f"and is not divisible by the {world} ranks; use a multiple of {world}")
@@ -105,6 +106,21 @@ def prepare(config: Config) -> Plan:
         if not config.record:
             raise ConfigError(f"{out} holds the order that this run recorded so far; go on with record=true")
     return Plan(specs, tokens, header, order, model_args, state, start, remedies, _switches(config, state))
+
+
+def check_memory(config: Config) -> None:
+    """Errors: ConfigError for sizes at which one part alone, of those that are made on the host, exceeds its memory."""
+    here, c = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), config
+    for names, what, needed in (
+            ("eval_iters batch_size", "the starts of an evaluation's sequences", 24 * c.eval_iters * c.batch_size),
+            ("gradient_accumulation_steps batch_size", "the starts of a step's sequences", 24 * c.sequences_per_step),
+            ("batch_size block_size", "inputs and targets of a micro-batch", 16 * c.batch_size * c.block_size),
+            ("n_layer n_embd vocab_size block_size", "the weights",
+             4 * c.n_embd * (12 * c.n_layer * c.n_embd + c.vocab_size + c.block_size))):
+        if needed > here:
+            given = ", ".join(f"{name}={getattr(c, name)}" for name in names.split())
+            raise ConfigError(f"{given}: {what} alone take {needed / 2**30:.3g} GiB, and this machine has "
+                              f"{here / 2**30:.3g}; give less")
 
 
 def _check_float16(config: Config, specs: list[AttentionSpec]) -> None:

@@ -29,12 +29,19 @@ READ_WITH = (
 
 def unread(config: dict) -> list[str]:
     """What was set and changes nothing, and with what it would: "compile_mode=reduce-overhead (read with ...)"."""
-    found = []
-    for name, default in as_dict(Config()).items():
-        what, on = next(((what, on) for begins, what, on in READ_WITH if name.startswith(begins)), (None, None))
-        if what and config[name] != default and not on(config):
-            found.append(f"{name}={config[name]} (read with {what})")
-    return found
+    return [f"{name}={config[name]} (read with {what})" for name, default in as_dict(Config()).items()
+            if config[name] != default and (what := _lacks(config, name))]
+
+
+def read_keys(config: dict) -> dict:
+    """The keys of a config, perhaps of an earlier commit, that its run reads: in what else two configs differ, their
+    runs do not."""
+    return {name: value for name, value in config.items() if not _lacks(as_dict(Config()) | config, name)}
+
+
+def _lacks(config: dict, name: str) -> str | None:
+    """The setting without which this key is not read, where a config does not have it."""
+    return next((what for begins, what, on in READ_WITH if name.startswith(begins) and not on(config)), None)
 
 
 def describe_run(config, plan, group, trainer) -> dict:

@@ -15,7 +15,7 @@ import torch
 
 import distributed
 from checkpoint import CheckpointError
-from config import as_dict, load
+from config import Config, as_dict, load
 from data.loader import DataError
 from determinism import set_determinism
 from keeper import Keeper
@@ -39,7 +39,7 @@ EXIT_STATUS = {  # of a run that one of these ended
 
 
 def exit_status(error: BaseException) -> int:
-    """1 where none of them did: another rank is gone, or it is a bug."""
+    """1 where none of them did: another rank is gone, memory did not suffice, or it is a bug."""
     return next((status for kind, status in EXIT_STATUS.items() if isinstance(error, kind)), 1)
 
 
@@ -109,6 +109,17 @@ def train(trainer: Trainer, info: dict) -> int:
     return code
 
 
+def out_of_memory(error: BaseException, config: Config) -> str | None:
+    """The sentence for an error that says so; torch's CPU allocator has no class of its own. None for another one."""
+    if not isinstance(error, MemoryError | torch.OutOfMemoryError) and "DefaultCPUAllocator" not in str(error):
+        return None
+    sizes = ", ".join(f"{name}={getattr(config, name)}" for name in (
+        "batch_size", "block_size", "n_layer", "n_embd", "gradient_accumulation_steps", "eval_iters"))
+    said = (str(error) or repr(error)).splitlines()[0]
+    return (f"out of memory with {sizes} ({said:.200}); lower batch_size and raise gradient_accumulation_steps by as "
+            "much, or set loss_chunk")
+
+
 def report(what: str, error: object, code: int, any_rank: bool = False) -> int:
     """One sentence on standard error: of rank 0, or of each rank where the others may not have met the error."""
     rank = os.environ.get("RANK", "0")
@@ -118,8 +129,8 @@ def report(what: str, error: object, code: int, any_rank: bool = False) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit status: 0, one of EXIT_*, or 1 where another rank is gone; a traceback is a bug."""
-    stop, group, failed = StopSignal(), None, True
+    """Exit status: 0, one of EXIT_*, or 1 where another rank or memory is gone; a traceback is a bug."""
+    stop, group, config, failed = StopSignal(), None, None, True
     try:
         config = load(sys.argv[1:] if argv is None else argv)
         plan = prepare(config)
@@ -132,6 +143,12 @@ def main(argv: list[str] | None = None) -> int:
         if group:
             group.close(failed)
         return report("error", error, EXIT_USER)
+    except (MemoryError, RuntimeError) as error:
+        if not (told := out_of_memory(error, config)):
+            raise
+        if group:
+            group.close(failed)
+        return report("error", told, EXIT_USER, any_rank=True)
     try:
         code = train(trainer, info)
         failed = False
@@ -140,7 +157,9 @@ def main(argv: list[str] | None = None) -> int:
         return report("error", error, EXIT_USER, any_rank=True)
     except NonFiniteError as error:
         return report("stopped", error, EXIT_NONFINITE)
-    except RuntimeError as error:  # gloo has no error class of its own
+    except (MemoryError, RuntimeError) as error:  # gloo has no error class of its own
+        if told := out_of_memory(error, config):
+            return report("stopped", f"in step {trainer.step}: {told}", 1, any_rank=True)
         if not isinstance(error, torch.distributed.DistError) and "gloo" not in str(error):
             raise
         return report("stopped", f"another rank ended or did not answer within {config.collective_timeout_s:g} s, in "

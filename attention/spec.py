@@ -45,6 +45,10 @@ CHOICES = {
     "kernel": ("auto", "triton", "emulated"),
 }
 
+# Of number switches, beside 0: what FP32 holds, as it does the product of two; no more than 1 is near the row maximum.
+SMALLEST = 2.0**-126
+LARGEST = dict(beta=1e18, epsilon=1.0, softcap=1e18, fixed_shift=1e18, lazy_threshold=1e18, shift_cap=1e18)
+
 SMALLEST_FP8 = {"fp8_e4m3": 2.0**-9, "fp8_e5m2": 2.0**-16}  # a P below half of it is cast to 0
 
 FULL = 0  # tile_k: one tile of the whole sequence, no tiling
@@ -144,14 +148,12 @@ class AttentionSpec:
             raise ValueError(f"output_heads={self.output_heads} has a negative head; heads are counted from 0")
         if not self.beta > 1:
             raise ValueError(f"beta={self.beta} must exceed 1, or the shifted maximum still gives P = 1")
-        for name in ("epsilon", "softcap", "fixed_shift", "lazy_threshold"):
-            value = getattr(self, name)
-            if not (0 <= value < math.inf):
-                raise ValueError(f"{name}={value} must be finite and not negative")
-        if self.epsilon > 1:
-            raise ValueError(f"epsilon={self.epsilon} must be at most 1: scores so near the maximum count as equal")
         if not self.shift_cap > 0:
             raise ValueError(f"shift_cap={self.shift_cap} must be positive (inf is the paper's uncapped rule)")
+        for name, largest in LARGEST.items():
+            value = getattr(self, name)
+            if value != 0 and not SMALLEST <= value <= largest and (name, value) != ("shift_cap", math.inf):
+                raise ValueError(f"{name}={value} must be 0 or from {SMALLEST:.2g} to {largest:g}")
         if self.stabilizer == "capped" and self.shift_cap == math.inf:
             raise ValueError("stabilizer=capped needs a finite shift_cap; the uncapped rule is stabilizer=paper")
         bound = "fixed_shift" if self.stabilizer == "fixed" else "shift_cap"

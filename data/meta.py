@@ -23,7 +23,10 @@ class DataError(ValueError):
 
 
 def corpus_folder(name: str | Path) -> Path:
-    """A bare name is a folder under the repository's data/, whatever the working folder; anything else is a path."""
+    """A bare name is a folder under the repository's data/, whatever the working folder; anything else is a path, and
+    an empty one a DataError."""
+    if not str(name).strip():
+        raise DataError("the name of the data folder is empty; the working folder is .")
     return REPOSITORY / "data" / name if len(Path(name).parts) == 1 and str(name) not in (".", "..") else Path(name)
 
 

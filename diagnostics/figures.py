@@ -5,7 +5,7 @@ from pathlib import Path
 from torch import Tensor
 
 from diagnostics.coherence import rank_one
-from diagnostics.lines import label_ends, pyplot, save, whole_ticks
+from diagnostics.lines import label_ends, save, subplots, whole_ticks
 from diagnostics.precision import both
 from diagnostics.scene import Scene
 
@@ -15,12 +15,10 @@ LINES = ("--", ":", "-.", (0, (5, 1, 1, 1, 1, 1)), (0, (1, 3)))
 
 def draw(scene: Scene, found: dict, folder: Path) -> list[Path]:
     """Writes figure3.png ... figure13.png and returns their paths."""
-    plt = pyplot()
-
     paths = []
     for number, make in ((3, _figure3), (4, _figure4), (5, _figure5), (6, _figure6), (11, _figure11),
                          (12, _figure12), (13, _figure13)):
-        figure = make(plt, scene, found)
+        figure = make(scene, found)
         figure.suptitle(f"{found['name']}: layer {found['layer']}, head {found['head']}", fontsize=9)
         whole_ticks(figure)
         paths.append(folder / f"figure{number}.png")
@@ -28,8 +26,8 @@ def draw(scene: Scene, found: dict, folder: Path) -> list[Path]:
     return paths
 
 
-def _figure3(plt, scene, found):
-    figure, axis = plt.subplots(figsize=(6, 3), layout="constrained")
+def _figure3(scene, found):
+    figure, axis = subplots(figsize=(6, 3))
     values = found["figure3"]["wq_norm"]
     bars = axis.bar(range(len(values)), values, color=GREY, edgecolor="black")
     bars[found["head"]].set(hatch="///", facecolor="white")
@@ -39,10 +37,10 @@ def _figure3(plt, scene, found):
     return figure
 
 
-def _figure4(plt, scene: Scene, found):
+def _figure4(scene: Scene, found):
     four = found["figure4"]
     steps = [f.step for f in scene.frames]
-    figure, grid = plt.subplots(2, 3, figsize=(15, 7), layout="constrained")  # wide: a column is an input feature
+    figure, grid = subplots(2, 3, figsize=(15, 7))  # wide: a column is an input feature
     for line, step, token, b, top in zip(grid, *(four[k] for k in ("steps", "tokens", "sequences", "features")),
                                          strict=True):
         frame = scene.frames[steps.index(step)]
@@ -68,9 +66,9 @@ def _image(figure, axis, values: Tensor, unit: str):
     figure.colorbar(shown, ax=axis, label=unit, extend="both")
 
 
-def _figure5(plt, scene, found):
+def _figure5(scene, found):
     a, bc = found["figure5a"], found["figure5bc"]
-    figure, axes = plt.subplots(3, 1, figsize=(7, 7), layout="constrained")
+    figure, axes = subplots(3, 1, figsize=(7, 7))
     if len(a["steps"]) > 2:
         axes[0].plot(a["steps"], a["steps_cumulative"], "k.-")
         axes[0].set(xlabel="optimizer step, of the checkpoints taken")
@@ -90,10 +88,10 @@ def _figure5(plt, scene, found):
     return figure
 
 
-def _figure6(plt, scene, found):
+def _figure6(scene, found):
     six = found["figure6"]
     low, high = six["zoom"]
-    figure, axes = plt.subplots(3, 1, figsize=(7, 7), layout="constrained")
+    figure, axes = subplots(3, 1, figsize=(7, 7))
     axes[0].plot(six["v"], color=GREY, label=f"V[t, {six['feature']}]", linewidth=0.9)
     axes[0].plot(six["p"], "k-", linewidth=0.7, label=f"P[{six['token']}, t], 1 at the row maximum")
     axes[0].legend(fontsize=7)
@@ -112,11 +110,11 @@ def _figure6(plt, scene, found):
     return figure
 
 
-def _figure11(plt, scene, found):
+def _figure11(scene, found):
     eleven = found["figure11"]
     kinds = eleven["norms"] | {"W_Q, largest head": eleven["wq_norm_largest_head"]}
     logged = eleven["logged"] | {"W_Q, largest head": eleven["logged_largest_head"]}
-    figure, grid = plt.subplots(2, -(-len(kinds) // 2), figsize=(12, 6), layout="constrained")
+    figure, grid = subplots(2, -(-len(kinds) // 2), figsize=(12, 6))
     for axis in grid.flat[len(kinds):]:
         axis.axis("off")
     for axis, (kind, values) in zip(grid.flat, kinds.items(), strict=False):
@@ -136,9 +134,9 @@ def _figure11(plt, scene, found):
     return figure
 
 
-def _figure12(plt, scene, found):
+def _figure12(scene, found):
     twelve = found["figure12"]
-    figure, axis = plt.subplots(figsize=(8, 3), layout="constrained")
+    figure, axis = subplots(figsize=(8, 3))
     axis.bar(range(len(twelve["delta_error"])), twelve["delta_error"], color=DARK, width=1.0)
     axis.axhline(0, color="black", linewidth=0.6)
     axis.set(xlabel=f"token of sequence {twelve['sequence']}, step {twelve['step']}",
@@ -147,10 +145,10 @@ def _figure12(plt, scene, found):
     return figure
 
 
-def _figure13(plt, scene, found):
+def _figure13(scene, found):
     thirteen = found["figure13"]
     rows = thirteen["rows_a_sequence"]
-    figure, axes = plt.subplots(2, 1, figsize=(7, 5), sharex=True, layout="constrained")
+    figure, axes = subplots(2, 1, figsize=(7, 5), sharex=True)
     axes[0].plot(*thirteen["val_loss"], "k.-")
     axes[0].set_ylabel("validation loss (nats/token)")
     for (steps, share), style, label in ((thirteen["tied_share"], "k-", "all heads of the layer, logged"),

@@ -10,22 +10,24 @@ from files import write_bytes
 LEAST_GAP = 0.07  # of an axis' height, between two labels
 
 
-def pyplot():
-    """matplotlib's, for files alone: on a machine without a screen, too."""
-    import matplotlib  # here, as it takes a second
+def blank(figsize: tuple[float, float]):
+    """A figure to draw on, for files alone. Not pyplot's, which keeps each one until it is closed and may want a
+    screen: this one goes with its last reference, also where what was to be drawn is refused halfway."""
+    from matplotlib.figure import Figure  # here, as it takes a while
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot
+    return Figure(figsize=figsize, layout="constrained")
 
-    return matplotlib.pyplot
+
+def subplots(*shape: int, figsize: tuple[float, float], **options) -> tuple:
+    """A `blank` figure and its axes, as pyplot's function of that name gives them."""
+    figure = blank(figsize)
+    return figure, figure.subplots(*shape, **options)
 
 
 def save(figure, path: str | Path, dpi: int) -> None:
-    """Writes a figure in the format that the name ends in, whole or not at all, and closes it. Errors as
-    `write_bytes`."""
+    """Writes a figure in the format that the name ends in, whole or not at all. Errors as `write_bytes`."""
     drawn = io.BytesIO()
     figure.savefig(drawn, format=Path(path).suffix[1:], dpi=dpi)
-    pyplot().close(figure)
     write_bytes(path, drawn.getvalue())
 
 

@@ -4,24 +4,22 @@ from pathlib import Path
 
 import torch
 
-from diagnostics.lines import pyplot, save, whole_ticks
+from diagnostics.lines import blank, save, subplots, whole_ticks
 from diagnostics.preconditions import ALIKE
 from diagnostics.words import wrapped
 
 
 def draw(found: dict, shown: dict, out: Path) -> None:
     """figure8.png and figure9.png; found as in preconditions.json, shown: tensors of what is drawn."""
-    plt = pyplot()
-
     for name, make in (("figure8", _figure8), ("figure9", _figure9)):
-        figure = make(plt, found, shown)
+        figure = make(found, shown)
         whole_ticks(figure)
         save(figure, out / f"{name}.png", dpi=130)
 
 
-def _figure8(plt, found, shown):
+def _figure8(found, shown):
     eight = found["figure8"]
-    figure, axes = plt.subplots(1, 2, figsize=(11, 3.8), layout="constrained", sharey=True)
+    figure, axes = subplots(1, 2, figsize=(11, 3.8), sharey=True)
     for n, axis in enumerate(axes):
         matrix = torch.outer(shown["pk"][n], shown["x"][n])
         limit = matrix.abs().max().item() or 1.0
@@ -38,10 +36,10 @@ def _figure8(plt, found, shown):
     return figure
 
 
-def _figure9(plt, found, shown):
+def _figure9(found, shown):
     examples = shown["examples"]
     wide = 1 + -(-len(examples) // 2)
-    figure = plt.figure(figsize=(3.6 * wide, 5), layout="constrained")
+    figure = blank(figsize=(3.6 * wide, 5))
     grid = figure.add_gridspec(2, wide)
     axis = figure.add_subplot(grid[:, 0])
     share = torch.tensor([layer["one"] for layer in found["counts"]]).double() / found["tokens"]

@@ -15,11 +15,12 @@ from typing import TextIO
 
 from attention import layer_specs
 from checkpoint import checkpoints, step_of
-from config import Config, ConfigError, as_dict, load
+from config import Config, ConfigError, as_dict, key_of, load, override
 from data.loader import open_tokens
 from data.meta import corpus_folder
 from metrics import read_metrics, read_run, to_json
-from plan import remedies_of
+from plan import check_memory, remedies_of
+from runinfo import read_keys
 
 FURTHER = "Every other --key=value goes to train.py, whose keys python train.py --help lists."  # of a script's --help
 ROOT = Path(__file__).resolve().parents[1]
@@ -47,8 +48,7 @@ def check_extra(extra: list[str], own: dict[str, str]) -> None:
     """Of the flags for train.py none may be one that the script sets for its arms, or it would be lost, or make runs
     that never end as they should. own: what to do instead, by key. Errors: ConfigError."""
     for flag in extra:
-        key = flag.removeprefix("--").partition("=")[0].replace("-", "_")
-        if flag.startswith("--") and key in own:
+        if flag.startswith("--") and (key := key_of(flag)) in own:
             raise ConfigError(f"{flag} cannot be passed on to train.py, as {key} is set for every arm; {own[key]}")
 
 
@@ -62,6 +62,7 @@ def check_arm(name: str, argv: list[str]) -> Config:
             if config.monitor == "stop":
                 raise ConfigError("monitor=stop ends a run before it is known whether it fails, so it has no outcome; "
                                   "use --monitor=warn, which logs the same warnings")
+            check_memory(config)
             specs = layer_specs(config.n_layer, config.n_head, config.attention, config.switches,
                                 config.attention_override, config.output_heads)
             remedies_of(config, specs)
@@ -73,8 +74,9 @@ def check_arm(name: str, argv: list[str]) -> Config:
 
 
 def check_begun(run: Path, argv: list[str], out: str = "--out", steps: str = "--steps") -> None:
-    """Whether a run that has begun in `run` is the one that argv means now. out, steps: the flags of the caller's that
-    say where and how far it runs. Errors: ConfigError, with both values."""
+    """Whether a run that has begun in `run` is the one that argv means now, in all that it reads: a default of another
+    key may have changed since. out, steps: the flags of the caller's that say where and how far it runs. Errors:
+    ConfigError, with both values."""
     if not (begun := read_run(run)):
         return
     with contextlib.chdir(ROOT):
@@ -82,7 +84,7 @@ def check_begun(run: Path, argv: list[str], out: str = "--out", steps: str = "--
     if (last_step(run) or 0) > config.max_iters:
         raise ConfigError(f"{run} is at step {last_step(run)}, past {steps}={config.max_iters}; give at least that, or "
                           f"another {out}")
-    now, then = json.loads(to_json(as_dict(config))), begun.get("config", {})
+    now, then = map(read_keys, (json.loads(to_json(as_dict(config))), begun.get("config", {})))
     for name in sorted((now.keys() & then.keys()) - set(MAY_CHANGE)):
         if now[name] != then[name]:
             raise ConfigError(f"{run} was begun with {name}={then[name]!r}, and this command says {now[name]!r}; give "
@@ -145,7 +147,7 @@ def run_arms(arms: dict[str, list[str] | Callable[[], list[str] | None]], folder
                     log.close()
                     continue
                 if checkpoints(folder / name):
-                    argv = [*argv, "--init_from=resume"]
+                    argv = override(argv, "--init_from=resume")
                 environment, slot = dict(os.environ), 0
                 if gpus > 1:
                     slots = [slot for _, slot, _, _ in running.values()]
@@ -188,7 +190,7 @@ def seconds_left(run: Path, steps: int, since: float = 0.0) -> float:
         logged = [record for record in map(json.loads, lines) if "loss" in record and record["time"] >= since]
         first, last = logged[0], logged[-1]
         return (steps - last["step"]) * (last["time"] - first["time"]) / (last["step"] - first["step"])
-    except (OSError, ValueError, LookupError, ZeroDivisionError):
+    except (OSError, ValueError, LookupError, TypeError, ZeroDivisionError):
         return math.inf
 
 

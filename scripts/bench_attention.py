@@ -27,7 +27,7 @@ from scripts.bench_attention_check import bias, check, needs
 from scripts.bench_attention_common import Clock, parse_arm, parse_shapes, tensors, write
 from scripts.bench_attention_tune import TUNED, jobs, tune
 from scripts.bench_attention_workers import build_all, builds, spread
-from scripts.targets import check_targets
+from scripts.targets import check_targets, named
 
 SHAPES = "32,12,1024,64;16,16,1024,64;16,12,2048,64;8,12,4096,64;16,12,1024,128"
 ARMS = ("sdpa,flash_fa2,flash_bf16,stabilized,flash_bf16+stats,stabilized+stats,flash_fp32,standard,sdpa/float32,"
@@ -170,7 +170,7 @@ def main(argv=None):
     parser.add_argument("--rounds", type=int, default=30, help="timed calls of each pass of each backend")
     parser.add_argument("--seconds", type=float, default=120, help="budget of --tune, --check and of builds")
     parser.add_argument("--workers", type=int, default=12, help="processes that build; 0 builds on the way")
-    parser.add_argument("--out", help="JSON file")
+    parser.add_argument("--out", type=named, help="JSON file")
     for name in ("tune", "check", "bias", "memory", "build"):
         parser.add_argument(f"--{name}", action="store_true")
     args = parser.parse_args(argv)

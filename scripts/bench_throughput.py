@@ -31,13 +31,13 @@ import numpy as np
 import torch
 
 import distributed
-from config import ConfigError, load
+from config import ConfigError, check_once, load, override
 from determinism import set_determinism
 from files import write_text
 from plan import prepare
 from runinfo import describe_run
 from scripts.arms import FURTHER
-from scripts.targets import check_targets
+from scripts.targets import check_targets, named
 from stop import StopRequested, StopSignal
 from trainer import Trainer
 
@@ -63,7 +63,7 @@ KINDS = (
 
 def flags_of(name: str, argv: list[str]) -> list[str]:
     attention, *rest = name.split("+")
-    return [*argv, f"--attention={attention}", *(f"--{item}" for item in rest)]
+    return override(argv, f"--attention={attention}", *(f"--{item}" for item in rest))
 
 
 class Arm:
@@ -204,8 +204,8 @@ def fit(name: str, argv: list[str], group, stop, limits: list[float]) -> list[di
         torch.cuda.set_per_process_memory_fraction(min(1.0, limit / total))
         micro_batches = min(2, sequences // size)  # with more than one, gradients are in memory during forward
         try:
-            arm = Arm(name, [*argv, f"--batch_size={size}", f"--gradient_accumulation_steps={micro_batches}"], group,
-                      stop)
+            arm = Arm(name, override(argv, f"--batch_size={size}", f"--gradient_accumulation_steps={micro_batches}"),
+                      group, stop)
             used = arm.warm_up()
             return row_of(arm, 0) | used | {"fits_gib": limit}
         except torch.OutOfMemoryError:
@@ -362,8 +362,9 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--profile", action="store_true", help="device time by kind of kernel, longest kernels")
     parser.add_argument("--fit", metavar="80,24", help="instead: the largest micro-batch, among those that divide a "
                         "step, that trains in so many GiB")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="add rows to this JSON file once they are known; "
+    parser.add_argument("--out", type=named, metavar="FILE", help="add rows to this JSON file once they are known; "
                         "rows of the same arm, GPUs and size are replaced")
+    check_once(argv)
     options, rest = parser.parse_known_args(argv)
     if options.rounds < 1 or options.steps < 1 or math.isnan(options.seconds):
         raise ConfigError(f"--rounds={options.rounds} --steps={options.steps} --seconds={options.seconds}: give at "
@@ -383,7 +384,7 @@ def main(argv: list[str]) -> int:
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         if not any(arg.startswith("--dataset=") for arg in rest):
             rest.append(f"--dataset={write_corpus(Path(folder) / 'zipf')}")
-        rest += [f"--out_dir={folder}/run", "--init_from=scratch", "--record=False"]
+        rest = override(rest, f"--out_dir={folder}/run", "--init_from=scratch", "--record=False")
         config, stop = load(rest), StopSignal()
         set_determinism(config.seed, True)  # cuBLAS reads its variable once; arms choose the rest at each turn
         # Each arm is an entry; and shapes are static, as in training, whatever arms differ in.

@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 
 import distributed
-from config import ConfigError, as_dict, load
+from config import ConfigError, as_dict, check_once, load, override
 from determinism import set_determinism
 from files import write_text
 from metrics import Metrics
@@ -33,7 +33,7 @@ from plan import prepare
 from replay.order import OrderFile, Recorder
 from runinfo import describe_run, print_header
 from scripts.arms import FURTHER
-from scripts.targets import check_targets
+from scripts.targets import check_targets, named
 from stop import StopRequested, StopSignal
 from trainer import Trainer
 
@@ -55,7 +55,7 @@ def seconds(work, device, repeats: int) -> float:
 def measure(argv: list[str], steps: int) -> dict:
     """Runs a few warm-up and `steps` timed steps of the config that argv names; returns what main prints."""
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
-        config = load([*argv, f"--out_dir={folder}/run", "--init_from=scratch"])
+        config = load(override(argv, f"--out_dir={folder}/run", "--init_from=scratch"))
         config = dataclasses.replace(config, probe_interval=config.probe_interval or 100)
         plan = prepare(config)
         set_determinism(config.seed, config.deterministic)
@@ -111,7 +111,8 @@ def main(argv: list[str]) -> int:
                                      usage="%(prog)s [CONFIG.toml] [--key=value ...]", epilog=FURTHER,
                                      allow_abbrev=False)
     parser.add_argument("--steps", type=int, default=30, help="timed steps; default 30")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write what is printed")
+    parser.add_argument("--json", type=named, metavar="FILE", help="write what is printed")
+    check_once(argv)
     options, rest = parser.parse_known_args(argv)
     if options.steps < 1:
         raise ConfigError(f"--steps={options.steps} must be at least 1")

@@ -21,13 +21,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 
 import checkpoint
-from config import load
+from config import check_once, load, override
 from files import write_text
 from metrics import MetricsError, read_metrics, read_run, to_json
 from replay.order import OrderFile
 from scripts.arms import FURTHER
 from scripts.bench_throughput import write_corpus
-from scripts.targets import check_targets
+from scripts.targets import check_targets, named
 
 ROOT = Path(__file__).resolve().parents[1]
 CLOCKS = ("time", "tokens_per_s")
@@ -36,7 +36,7 @@ CLOCKS = ("time", "tokens_per_s")
 def run(out: Path, ranks: int, argv: list[str]) -> None:
     """One run into `out`; what it prints goes to out.log. Errors: SystemExit where it fails."""
     launcher = ["scripts/ranks.py", str(ranks)] if ranks > 1 else ["train.py"]
-    command = [sys.executable, *launcher, *argv, f"--out_dir={out}"]
+    command = [sys.executable, *launcher, *override(argv, f"--out_dir={out}")]
     environment = os.environ | ({"CUDA_VISIBLE_DEVICES": "0"} if ranks == 1 and torch.cuda.is_available() else {})
     print("$ " + " ".join(command), flush=True)
     with open(f"{out}.log", "w", encoding="utf-8") as log:
@@ -90,7 +90,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--ranks", type=int, default=1, help="GPUs, or processes on a CPU")
     parser.add_argument("--replay_steps", type=int, default=100, help="steps that the replay on one rank makes")
     parser.add_argument("--tolerance", type=float, default=1e-3, help="nats between a loss and its replay on one rank")
-    parser.add_argument("--out", type=Path, default=Path("runs/determinism"), help="a folder that does not exist yet")
+    parser.add_argument("--out", type=named, default=Path("runs/determinism"), help="a folder that does not exist yet")
+    check_once(sys.argv[1:] if argv is None else argv)
     args, flags = parser.parse_known_args(argv)
     if args.out.exists():
         print(f"check_determinism: {args.out} exists; choose another --out or remove it", file=sys.stderr)
@@ -101,13 +102,13 @@ def main(argv: list[str] | None = None) -> int:
             raise ValueError(f"--{name}={getattr(args, name)} must be at least 1")
     load([args.config, *flags])  # a flag that is wrong is told here, before anything is written
     args.out.mkdir(parents=True)
-    common = [args.config, *flags, "--log_interval=1", f"--checkpoint_interval={args.steps}",
-              f"--eval_interval={args.steps}", "--keep_checkpoints=1"]
+    common = override([args.config, *flags], "--log_interval=1", f"--checkpoint_interval={args.steps}",
+                      f"--eval_interval={args.steps}", "--keep_checkpoints=1")
     if not any(flag.split("=")[0] == "--dataset" for flag in flags):
         common.append(f"--dataset={write_corpus(args.out / 'corpus')}")
     first, second, one = (args.out / name for name in ("first", "second", "one_rank"))
     for out in (first, second):
-        run(out, args.ranks, [*common, f"--max_iters={args.steps}"])
+        run(out, args.ranks, override(common, f"--max_iters={args.steps}"))
     found = differences(first, second)
     info = read_run(first)
     result = {"config": args.config, "steps": args.steps, "ranks": args.ranks, "equal": not found,
@@ -117,7 +118,7 @@ def main(argv: list[str] | None = None) -> int:
     good = not found
     if args.ranks > 1:
         steps = min(args.steps, args.replay_steps)
-        run(one, 1, [*common, f"--max_iters={steps}", f"--replay={first / 'order.bin'}"])
+        run(one, 1, override(common, f"--max_iters={steps}", f"--replay={first / 'order.bin'}"))
         same, largest = compare_replay(first, one, steps)
         result |= {"replay_steps": steps, "replay_offsets_equal": same, "replay_largest_loss_difference": largest}
         print(f"replayed on one rank over {steps} steps: offsets {'equal' if same else 'DIFFERENT'}, losses to "

@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from files import write_bytes
 from metrics import MetricsError, read_metrics, read_run, to_json
-from scripts.targets import check_targets
+from scripts.targets import check_targets, named
 
 EVERY_PROBE = ("probe/ties", "probe/row_max", "probe/wq_norm")
 SPECTRA_EVERY = 500  # steps
@@ -56,8 +56,8 @@ def collect(run: Path, out: Path, order: bool, thinned: bool = False) -> list[Pa
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="out_dir of a run")
-    parser.add_argument("--out", type=Path, required=True, help="folder; files of the same name are replaced")
+    parser.add_argument("runs", nargs="+", type=named, metavar="RUN", help="out_dir of a run")
+    parser.add_argument("--out", type=named, required=True, help="folder; files of the same name are replaced")
     parser.add_argument("--order", action="store_true", help="the order file too")
     parser.add_argument("--thin", action="store_true", help="of many runs: fewer probes and digits, by `thin`")
     args = parser.parse_args(argv)

@@ -15,14 +15,14 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that the script runs from anywhere
 
-from diagnostics.lines import label_ends, pyplot, save, whole_ticks
+from diagnostics.lines import label_ends, save, subplots, whole_ticks
 from failure import failure_of
 from files import write_text
 from metrics import MetricsError, to_json
 from replay.order import OrderError
 from scripts.monitor import probed, runaway, scores_ran_away
 from scripts.runs import CompareError, Run, columns, common_steps, difference, load_runs, nan_last
-from scripts.targets import check_targets
+from scripts.targets import check_targets, named
 
 TIES, TIES_HEAD, WQ_NORM, ROW_MAX = (f"probe/{name}/layer" for name in ("ties", "ties_head", "wq_norm", "row_max"))
 STYLES = ("-", "--", ":", "-.", (0, (5, 1, 1, 1, 1, 1)), (0, (8, 2)), (0, (1, 3)), (0, (3, 1, 1, 3)))
@@ -110,13 +110,10 @@ def _sampled_differences(result: dict, count: int = 8) -> list[str]:
 def plot(runs: Sequence[Run], result: dict, path: str | Path) -> None:
     """Draws loss, loss difference, gradient norm and, where probed, ties and W_Q norms of the worst layer; line styles
     tell the runs apart without colour. `result` is what `compare` said of the runs."""
-    plt = pyplot()
-
     probed = [(prefix, title) for prefix, title in ((TIES, "rows with tied maxima, worst layer (share)"),
                                                     (WQ_NORM, "largest W_Q spectral norm of a head"))
               if any(run.layers(prefix) for run in runs)]
-    figure, grid = plt.subplots(3 + len(probed), 1, figsize=(8, 2.7 * (3 + len(probed))), sharex=True,
-                                layout="constrained")
+    figure, grid = subplots(3 + len(probed), 1, figsize=(8, 2.7 * (3 + len(probed))), sharex=True)
     for i, run in enumerate(runs):
         look = {"linestyle": STYLES[i % len(STYLES)], "label": run.name, "linewidth": 1.4,
                 "marker": "osv^"[i // len(STYLES) % 4] if i >= len(STYLES) else None, "markevery": 0.1}
@@ -146,16 +143,14 @@ def plot_layers(runs: Sequence[Run], path: str | Path) -> None:
     """Draws one column a run: loss, then W_Q norm and tied rows of each layer, in its worst head, and largest scores,
     the layer's number where the line ends; a dotted line where W_Q, and where scores, ran away. Errors: CompareError
     where no run was probed."""
-    plt = pyplot()
-
     panels = [(prefix, title) for prefix, title in
               ((WQ_NORM, "largest W_Q spectral norm\nof a head"),
                (ROW_MAX, "largest score"), (TIES_HEAD, "rows with tied maxima,\nworst head (share)"))
               if any(run.layers(prefix) for run in runs)]
     if not panels:
         raise CompareError("no run has probe/wq_norm or probe/ties values; train with --probe_interval=100")
-    figure, grid = plt.subplots(1 + len(panels), len(runs), figsize=(1 + 3 * len(runs), 2.2 * (1 + len(panels))),
-                                sharex=True, sharey="row", squeeze=False, layout="constrained")
+    figure, grid = subplots(1 + len(panels), len(runs), figsize=(1 + 3 * len(runs), 2.2 * (1 + len(panels))),
+                            sharex=True, sharey="row", squeeze=False)
     for column, run in enumerate(runs):
         grid[0][column].plot(*run.series("loss"), color="black", linewidth=0.8)
         grid[0][column].set_title(run.name, fontsize=9)
@@ -205,14 +200,16 @@ def main(argv: list[str] | None = None) -> int:
     """Exit status: 0, or 2 with one sentence where runs cannot be read or compared."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", metavar="RUN", help="out_dir or metrics file; the first is the reference")
-    parser.add_argument("-o", "--output", metavar="FILE.png", help="draw the curves into this file")
-    parser.add_argument("--layers", metavar="FILE.png", help="draw W_Q norms and ties of each layer into this file")
-    parser.add_argument("--json", metavar="FILE", help="write the comparison, per-step differences included, as JSON")
+    parser.add_argument("-o", "--output", metavar="FILE.png", type=named, help="draw the curves into this file")
+    parser.add_argument("--layers", metavar="FILE.png", type=named,
+                        help="draw W_Q norms and ties of each layer into this file")
+    parser.add_argument("--json", metavar="FILE", type=named,
+                        help="write the comparison, per-step differences included, as JSON")
     parser.add_argument("--allow_different_orders", action="store_true", help="compare anyway, and label the output")
     args = parser.parse_args(argv)
     try:
         for flag, target in (("-o", args.output), ("--layers", args.layers)):
-            if target and Path(target).suffix not in (".png", ".pdf", ".svg"):
+            if target and target.suffix not in (".png", ".pdf", ".svg"):
                 raise CompareError(f"{flag} {target} must end in .png, .pdf or .svg")
         check_targets(args.output, args.layers, args.json)
         runs = load_runs(args.runs)

@@ -36,7 +36,7 @@ from attention.layers import changed
 from attention.spec import NO_SWITCHES, AttentionSpec
 from config import Config, ConfigError
 from diagnostics.coherence import top_share
-from diagnostics.lines import pyplot, save
+from diagnostics.lines import save, subplots
 from diagnostics.precision import head_spec
 from diagnostics.pushes import Pushes, pushes
 from diagnostics.scene import capture_heads
@@ -47,7 +47,7 @@ from plan import Plan
 from runinfo import git_state
 from scripts.diagnose import chosen, models_of, open_run, row_of, specs_at
 from scripts.runs import nan_last
-from scripts.targets import check_targets
+from scripts.targets import check_targets, named
 
 
 def check(config: Config, plan: Plan, paths: list[Path], layer: int, heads: list[int], sequences: int, rows: int,
@@ -137,13 +137,10 @@ def by_step(matrices: list[Tensor]) -> dict[str, float]:
 def draw(lines: list[dict], path: Path) -> None:
     """A panel a head: error_share by step, a line for each numerics, in the order of their last values; one that is
     not finite may be a string, as JSON has it, and is not drawn."""
-    plt = pyplot()
-
     heads = sorted({line["head"] for line in lines})
     last = {line["numerics"]: nan_last(float(line["error_share"])) for line in lines if line["head"] == heads[0]}
     names = sorted(last, key=last.get, reverse=True)
-    figure, axes = plt.subplots(1, len(heads), figsize=(3.4 * len(heads) + 3, 4.2), sharey=True, squeeze=False,
-                                   layout="constrained")
+    figure, axes = subplots(1, len(heads), figsize=(3.4 * len(heads) + 3, 4.2), sharey=True, squeeze=False)
     for axis, head in zip(axes[0], heads, strict=True):
         for i, name in enumerate(names):
             points = [(line["step"], float(line["error_share"])) for line in lines
@@ -204,13 +201,14 @@ def report(lines: list[dict]) -> None:
 def main(argv: list[str] | None = None) -> int:
     """Exit status: 0, or 2 with one sentence for what a user can change."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("run", type=Path, metavar="RUN", help="a run's out_dir with checkpoints; with --draw, an --out")
+    parser.add_argument("run", type=named, metavar="RUN",
+                        help="a run's out_dir with checkpoints; with --draw, an --out")
     parser.add_argument("--steps", default=":", metavar="a:b", help="as diagnose.py's; default all")
     parser.add_argument("--layer", type=int, default=1, help="counted from 0; default 1, which fails in the paper")
     parser.add_argument("--heads", type=int, nargs="+", help="default: all of the layer")
     parser.add_argument("--numerics", nargs="+", default=["run"], metavar="ROUNDINGS", help="default: the run's own")
     parser.add_argument("--sequences", type=int, default=256, help="for each checkpoint; default 256")
-    parser.add_argument("--out", type=Path, help="default: RUN/delta_bias.json")
+    parser.add_argument("--out", type=named, help="default: RUN/delta_bias.json")
     parser.add_argument("--dataset", metavar="DIR", help="the run's corpus, where it has moved")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
     parser.add_argument("--draw", action="store_true", help="the figure of RUN, an --out of this script")

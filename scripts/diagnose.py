@@ -39,7 +39,7 @@ from model import GPT
 from plan import Plan, prepare
 from replay.order import OrderFile
 from scripts.runs import Run
-from scripts.targets import check_targets
+from scripts.targets import check_targets, named
 
 
 def open_run(run: Path, dataset: str | None = None) -> tuple:
@@ -166,8 +166,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--head", type=int)
     parser.add_argument("--sequences", type=int, default=4, help="of each step's recorded row; default 4")
     parser.add_argument("--tokens", type=int, metavar="N", help="keep the first N positions of each; default all")
-    parser.add_argument("--save-scene", metavar="FILE", help="write the scene there, and nothing else")
-    parser.add_argument("--out", metavar="DIR", help="default: RUN/diagnosis, or the scene's folder")
+    parser.add_argument("--save-scene", metavar="FILE", type=named, help="write the scene there, and nothing else")
+    parser.add_argument("--out", metavar="DIR", type=named, help="default: RUN/diagnosis, or the scene's folder")
     parser.add_argument("--dataset", metavar="DIR", help="the run's corpus, where it has moved")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu",
                         choices=("cpu", "cuda"))

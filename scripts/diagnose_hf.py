@@ -27,7 +27,7 @@ from diagnostics.preconditions import attention_weighted_keys, bf16_scores, clos
 from diagnostics.preconditions_page import draw, page
 from files import write_text
 from metrics import to_json
-from scripts.targets import check_targets
+from scripts.targets import check_targets, named
 
 # model_type: where its attention modules are, and which projection makes the queries (in its first columns).
 CLASSES = {"llama": ("model.layers", "self_attn", "q_proj"), "qwen2": ("model.layers", "self_attn", "q_proj"),
@@ -182,7 +182,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--tokenizer", metavar="NAME", help="where MODEL has none")
     parser.add_argument("--dtype", choices=("bfloat16", "float32", "float16"), default="bfloat16", help="of the model")
     parser.add_argument("--epsilon", type=float, default=1e-3, help="scores this close to the maximum count as one")
-    parser.add_argument("--out", metavar="DIR", type=Path, default=Path("preconditions"), help="default: preconditions")
+    parser.add_argument("--out", metavar="DIR", type=named, default=Path("preconditions"),
+                        help="default: preconditions")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu",
                         choices=("cpu", "cuda"))
     args = parser.parse_args(argv)

@@ -15,13 +15,13 @@ from config import ConfigError, from_dict
 from hf import save_pretrained
 from model import GPTConfig
 from scripts.sample import read_run, sampling_specs, switched
-from scripts.targets import check_targets
+from scripts.targets import check_targets, named
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="export_hf.py", description=__doc__.splitlines()[0])
     parser.add_argument("source", metavar="RUN", help="out_dir or checkpoint file")
-    parser.add_argument("out", metavar="OUT", help="folder to write; must not hold a model yet")
+    parser.add_argument("out", metavar="OUT", type=named, help="folder to write; must not hold a model yet")
     parser.add_argument("--vocab_size", type=int, default=0,
                         help="keep this many tokens, which drops padding; default: all, since dropping trained rows "
                              "changes every softmax a little")

@@ -30,9 +30,12 @@ done
 try: check_targets(folders=(sys.argv[1],))
 except OSError as error: sys.exit(f"full_scale.sh: RESULTS={error}")' || exit 2
 
-flags=(--probe_interval=100 --stop_when_failed=True --checkpoint_interval=250 "--out_dir=$OUT")
-[ -z "${DATASET:-}" ] || flags+=("--dataset=$DATASET")
-[ -z "${REPLAY:-}" ] || flags+=("--replay=$REPLAY")
+flags=() given=" ${*//-/_} "
+for flag in --probe_interval=100 --stop_when_failed=True --checkpoint_interval=250 "--out_dir=$OUT" \
+    ${DATASET:+"--dataset=$DATASET"} ${REPLAY:+"--replay=$REPLAY"}; do
+  name=${flag%%=*}
+  [[ $given == *" ${name//-/_}"[=\ ]* ]] || flags+=("$flag")  # what is given wins
+done
 resume=$("$PYTHON" scripts/resume.py "$CONFIG" "${flags[@]}" "$@") || exit 2  # wins over an --init_from of a file
 keep() {  # once there is a step to keep; of a replay not the order, which is kept already
   [ -s "$OUT/metrics.jsonl" ] || return 0

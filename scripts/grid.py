@@ -15,7 +15,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from diagnostics.lines import pyplot, save
+from diagnostics.lines import save, subplots
 from scripts.outcomes import Arm
 from scripts.rates import make, parse, parser
 
@@ -33,11 +33,9 @@ def figure(points: dict[str, tuple[str, str, float, int]], found: dict, path: Pa
     """One row of panels a corpus, one column what is rounded: learning rate by sequences a step, a cross where all
     seeds failed, a half-filled ring where some did, a ring where none did, a dot where none is finished; with how many
     did where there are several, and their median step."""
-    plt = pyplot()
-
     columns, corpora, rates, batches = (list(dict.fromkeys(values)) for values in zip(*points.values(), strict=True))
-    figure, axes = plt.subplots(len(corpora), len(columns), figsize=(3.2 * len(columns), 3.2 * len(corpora)),
-                                   sharex=True, sharey=True, squeeze=False, layout="constrained")
+    figure, axes = subplots(len(corpora), len(columns), figsize=(3.2 * len(columns), 3.2 * len(corpora)),
+                            sharex=True, sharey=True, squeeze=False)
     for line in found["summary"]:
         name, corpus, rate, batch = points[line["arm"]]
         axis, failed, runs = axes[corpora.index(corpus)][columns.index(name)], line["failed"], line["finished"]

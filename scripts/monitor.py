@@ -23,7 +23,7 @@ from failure import failure_of
 from files import write_text
 from metrics import MetricsError, to_json
 from scripts.runs import CompareError, Run, columns, load_runs
-from scripts.targets import check_targets
+from scripts.targets import check_targets, named
 
 # What counts as a score that ran away: ten times QK-Clip's limit (Kimi K2, section 2.1). Chosen after seeing 42 runs of
 # results/mini/rates, in which it tells every flash_bf16 from every delta=dp_p, where W_Q's norm does not.
@@ -103,7 +103,7 @@ def main(argv: list[str] | None = None) -> int:
     for signal in SIGNALS:
         parser.add_argument(f"--{signal}", nargs="*", type=float, metavar="THRESHOLD", default=SWEEP[signal],
                             help=f"thresholds of {signal} to try (default: {' '.join(map(str, SWEEP[signal]))})")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write both tables as JSON")
+    parser.add_argument("--json", type=named, metavar="FILE", help="write both tables as JSON")
     args = parser.parse_args(argv)
     try:
         check_targets(args.json)

@@ -13,8 +13,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from diagnostics.lines import pyplot, save
+from diagnostics.lines import save, subplots
 from failure import WINDOW, failure_of, step_of_turn
+from runinfo import read_keys
 from scripts.monitor import probed, runaway, scores_ran_away
 from scripts.runs import CompareError, Run, load_run, nan_last
 
@@ -198,8 +199,7 @@ def check_alike(runs: Iterable[tuple[tuple[str, int], Run]], arms: dict[str, Arm
             value = resolved.get(key) if settings.get(key) is None else settings[key]  # None is the commit's default
             if key != "dataset" and "{" not in text and value is not None and not _says(text, value):
                 raise ValueError(f"{where} has {key}={value}, not {text}; file it as what it is, or leave it out")
-        if settings.get("monitor") == "off":  # what reads these
-            settings = {key: value for key, value in settings.items() if not key.startswith("monitor_")}
+        settings = read_keys(settings)
         if "dataset" not in flags:
             settings["training data with SHA-256"] = run.info.get("data", {}).get("sha256")
         reference = reference or (where, flags, settings)
@@ -232,16 +232,14 @@ def draw(found: dict, path: Path) -> None:
     """One panel an arm with a run: the share of its seeds that failed by a step (`failed_by`), and the shares whose W_Q
     (dashed) and whose scores (dotted) had run away; the first arm's in grey; ticks where a run that has not failed
     ends; at the right the interval of the rate at which scores run away."""
-    plt = pyplot()
-
     rows = {line["arm"]: [r for r in found["rows"] if r["arm"] == line["arm"] and r["last_step"] is not None]
             for line in found["summary"]}
     lines, steps = [line for line in found["summary"] if rows[line["arm"]]], found["flags"]["steps"]
     if not lines:
         return
     columns = min(5, len(lines))
-    figure, axes = plt.subplots(-(-len(lines) // columns), columns, sharex=True, sharey=True, squeeze=False,
-                                   figsize=(2.4 * columns, 1.9 * -(-len(lines) // columns)), layout="constrained")
+    figure, axes = subplots(-(-len(lines) // columns), columns, sharex=True, sharey=True, squeeze=False,
+                            figsize=(2.4 * columns, 1.9 * -(-len(lines) // columns)))
     for axis in axes.flat[len(lines):]:
         axis.set_visible(False)
     for axis, line in zip(axes.flat, lines, strict=False):

@@ -25,7 +25,7 @@ from pathlib import Path
 
 import torch
 
-from config import as_dict
+from config import ConfigError, as_dict, check_once, override
 from data.loader import open_tokens
 from data.meta import corpus_folder
 from failure import failure_of
@@ -35,7 +35,7 @@ from scripts.arms import FURTHER, RESULTS, ROOT, check_arm, check_extra, outcome
 from scripts.collect import collect
 from scripts.outcomes import FAILS, FIRST, Arm, check_alike, draw, finished, load, propose, tabulate
 from scripts.runs import Run, load_run
-from scripts.targets import check_targets
+from scripts.targets import check_targets, named
 from stop import EXIT_SIGINT, EXITS_STOPPED
 
 
@@ -46,7 +46,7 @@ def parser(description: str, out: str, arms: Iterable[str]) -> argparse.Argument
                                     allow_abbrev=False)  # --batch_size is train.py's, not short for --batch_sizes
     found.add_argument("--config", default="configs/mini_flash_bf16.toml", help="the failing run")
     found.add_argument("--dataset", default="mini", help="folder with train.bin and val.bin")
-    found.add_argument("--out", type=Path, default=Path(out))
+    found.add_argument("--out", type=named, default=Path(out))
     found.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3, 4, 5], help="of weights and order")
     found.add_argument("--steps", type=int, default=10000, help="an arm that has not failed by then is stable")
     found.add_argument("--arms", nargs="+", default=list(arms), choices=list(arms), metavar="ARM",
@@ -56,10 +56,10 @@ def parser(description: str, out: str, arms: Iterable[str]) -> argparse.Argument
                             "next of which compiles during its last seconds)")
     found.add_argument("--minutes", type=float, default=math.inf,
                        help="after which running arms save and end; the same command goes on with them")
-    found.add_argument("--collect", type=Path, nargs="*", metavar="FOLDER",
+    found.add_argument("--collect", type=named, nargs="*", metavar="FOLDER",
                        help="run nothing: the table of the runs in --out and in these folders, each the --out of an "
                             "earlier call or what was kept of one; keeps their logs, thinned, in --out")
-    found.add_argument("--kept", type=Path, nargs="+", default=[], metavar="FOLDER",
+    found.add_argument("--kept", type=named, nargs="+", default=[], metavar="FOLDER",
                        help="folders as of --collect; an arm that has its outcome there is not run again")
     return found
 
@@ -67,6 +67,10 @@ def parser(description: str, out: str, arms: Iterable[str]) -> argparse.Argument
 def parse(options: argparse.ArgumentParser, arms: Iterable[str], file: str,
           argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
     """What options.parse_known_args returns; with --collect, what is not given is as in the table OUT/file, if any."""
+    try:
+        check_once(sys.argv[1:] if argv is None else argv)
+    except ConfigError as error:
+        options.error(str(error))
     args, _ = options.parse_known_args(argv)
     table = args.out / file
     if args.collect is not None and table.exists():
@@ -92,14 +96,15 @@ def run_experiment(arms: dict[str, Arm], args: argparse.Namespace, extra: list[s
         "max_iters": "give --steps", "seed": "give --seeds", "out_dir": "give --out"})
     gpus, deadline = torch.cuda.device_count(), time.monotonic() + 60 * args.minutes
     waits = {name for name, arm in arms.items() if any("{" in flag for flag in arm.flags)}
-    common = [args.config, f"--dataset={args.dataset}", f"--max_iters={args.steps}", "--stop_when_failed=True", *extra]
+    common = override([args.config, f"--dataset={args.dataset}", f"--max_iters={args.steps}",
+                       "--stop_when_failed=True"], *extra)
     have = {key: run for key, (_, run) in _find(args.kept, arms, args)[0].items() if finished(run, args.steps)}
     folders = {(name, seed): f"seed{seed}/{name}" for seed in args.seeds for name in arms if (name, seed) not in have}
 
     def argv(name: str, seed: int, chosen: dict) -> list[str]:
         words = {"layer": chosen.get("layer"), "head": chosen.get("head"),
                  "heads": ",".join(map(str, chosen.get("heads", [])))}
-        return [*common, f"--seed={seed}", *(flag.format(**words) for flag in arms[name].flags)]
+        return override(common, f"--seed={seed}", *(flag.format(**words) for flag in arms[name].flags))
 
     def late(name: str, seed: int) -> list[str] | None:
         if (FIRST, seed) in have:

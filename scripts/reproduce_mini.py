@@ -23,13 +23,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
-from config import ConfigError
+from config import ConfigError, check_once, override
 from metrics import MetricsError
 from replay.order import OrderFile
 from scripts import compare
 from scripts.arms import FURTHER, RESULTS, check_arm, check_begun, check_extra, check_goes_on, run_arms
 from scripts.monitor import LARGE_SCORE
-from scripts.targets import check_targets
+from scripts.targets import check_targets, named
 from stop import EXIT_SIGINT
 
 RECORDED = "flash_bf16"
@@ -40,7 +40,8 @@ def argv_of(arm: str, common: list[str]) -> tuple[str, list[str]]:
     """An arm's run name and flags: of flash_bf16:delta=dp_p they are flash_bf16_delta_dp_p and --delta=dp_p."""
     backend, *switches = arm.split(":")
     name = "_".join([backend, *(s.replace("=", "_") for s in switches)])
-    return name, ["configs/mini_flash_bf16.toml", *common, f"--attention={backend}", *(f"--{s}" for s in switches)]
+    return name, override(["configs/mini_flash_bf16.toml", *common], f"--attention={backend}",
+                          *(f"--{s}" for s in switches))
 
 
 def what_ran_away(rows: list[dict]) -> str:
@@ -83,7 +84,8 @@ def replay(args: argparse.Namespace, common: list[str], order: Path) -> dict[str
     """Runs the other arms on the batches of a recorded order; exit statuses by name."""
     with OrderFile(order) as recorded:
         rows = recorded.rows  # fewer than --steps where the recorded run stopped early
-    others = dict(argv_of(arm, [*common, f"--max_iters={rows}", f"--replay={order.absolute()}"]) for arm in args.arms)
+    common = override(common, f"--max_iters={rows}", f"--replay={order.absolute()}")
+    others = dict(argv_of(arm, common) for arm in args.arms)
     return run_arms(others, args.out, args.parallel, torch.cuda.device_count(), steps=rows)
 
 
@@ -92,7 +94,7 @@ def main(argv: list[str] | None = None) -> int:
                                      epilog=FURTHER,
                                      allow_abbrev=False)  # --seed and the like may be meant for train.py
     parser.add_argument("--dataset", default="mini", help="folder with train.bin and val.bin")
-    parser.add_argument("--out", type=Path, default=Path("runs/mini"), help="folder of the runs, and of what is found")
+    parser.add_argument("--out", type=named, default=Path("runs/mini"), help="folder of the runs, and of what is found")
     parser.add_argument("--steps", type=int, default=5000,
                         help="optimizer steps an arm: 5000 (the default) for W_Q, 10000 for the loss")
     parser.add_argument("--seed", type=int, default=1, help="of weights and order")
@@ -101,8 +103,9 @@ def main(argv: list[str] | None = None) -> int:
                         help="arms at a time (default: one a GPU, the next of which compiles during its last seconds)")
     args, extra = parser.parse_known_args(argv)
     common = [f"--dataset={args.dataset}", f"--max_iters={args.steps}", f"--seed={args.seed}", *extra]
-    name, first = argv_of(RECORDED, [*common, "--stop_when_failed=True"])
+    name, first = argv_of(RECORDED, override(common, "--stop_when_failed=True"))
     try:
+        check_once(sys.argv[1:] if argv is None else argv)
         check(args, extra, name, first, common)
     except (ConfigError, MetricsError, OSError) as error:
         print(f"reproduce_mini: {error}", file=sys.stderr)

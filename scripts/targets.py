@@ -1,10 +1,18 @@
 """Whether what a script is to write can be written, asked before minutes of work."""
 
+import argparse
 import os
 import re
 from pathlib import Path
 
 OF_A_RUN = r"(.*\.)?(run|switches)\.json|.*\.jsonl(\.gz|\.xz)?|.*\.(bin|bin\.xz|pt)"  # what no script may replace
+
+
+def named(text: str) -> Path:
+    """The type of a flag that names a file or folder: an empty one would be the working folder."""
+    if not text.strip():
+        raise argparse.ArgumentTypeError(f"{text!r} is empty; the working folder is .")
+    return Path(text)
 
 
 def check_targets(*files: str | Path | None, folders: tuple[str | Path, ...] = ()) -> None:

@@ -1,6 +1,7 @@
 """The config: every file loads, pairs differ in their attention alone, every mistake names the nearest right thing."""
 
 import dataclasses
+import re
 import tomllib
 import typing
 from pathlib import Path
@@ -8,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from attention import layer_specs
-from config import HINTS, Config, ConfigError, as_dict, from_dict, from_file, load
+from config import HINTS, Config, ConfigError, as_dict, from_dict, from_file, load, override
 
 ROOT = Path(__file__).parents[1]
 FILES = sorted(ROOT.glob("configs/**/*.toml"))
@@ -108,12 +109,27 @@ def test_isolation_differs_from_gpt2_small_in_what_it_isolates():
     ({"weight_decay": -0.1}, "weight_decay=-0.1 must be zero or more"),
     ({"learning_rate": float("nan")}, "learning_rate=nan must be positive"),
     ({"beta2": 1.0}, "beta2=1.0 must be in [0, 1)"),
+    ({"max_iters": 1 << 63}, "max_iters=9223372036854775808 must be below 2^63"),
+    ({"eps": float("inf")}, "eps=inf cannot be computed with; give 1.2e-38 to 1e+18"),
+    ({"min_lr": 1e300}, "min_lr=1e+300 cannot be computed with"),
+    ({"collective_timeout_s": 1e10}, "collective_timeout_s=10000000000.0 cannot be computed with; give 1 to 1e+09"),
     ({"n_head": 5}, "n_embd=768 is not divisible by n_head=5"),
 ])
 def test_wrong_values(table, words, tmp_path):
     with pytest.raises(ConfigError) as error:
         from_dict(table, "here")
     assert words in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", [name for name, hint in HINTS.items() if float in (hint, *typing.get_args(hint))])
+def test_every_float_has_bounds(name):
+    """Of the sign that makes sense, and such that FP32 holds it: by the config itself, or by attention/spec.py."""
+    rule = {"fixed_shift": {"stabilizer": "fixed"}, "lazy_threshold": {"stabilizer": "lazy_max"}}.get(name, {})
+    for value in (-1.0, float("nan"), float("inf"), 1e300, 1e-300):
+        if value == float("inf") and name == "shift_cap":  # the paper's rule
+            continue
+        with pytest.raises(ValueError, match=f"{name}={re.escape(str(value))} "):
+            specs(from_dict({"attention": "stabilized", **rule, name: value}, "here"))
 
 
 def test_wrong_files(tmp_path):
@@ -134,6 +150,24 @@ def test_wrong_flag_names_the_nearest(flag, near):
     with pytest.raises(ConfigError, match=f"unknown flag {flag.partition('=')[0]}; the nearest is --{near}, and"):
         load(["--seed=3", flag])
     assert load(["--batch-size=3", "--learning_rate", "2"]) == Config(batch_size=3, learning_rate=2.0)
+
+
+@pytest.mark.parametrize("argv, words", [
+    (["--seed=1", "--seed=2"], "--seed is given more than once, --seed=1 and --seed=2; give it once"),
+    (["--batch_size", "1", "--dropout=0", "--batch-size=1"], "--batch_size is given more than once, --batch_size and"),
+    (["--init_from=resume", "--init_from=a.pt"], "--init_from is given more than once"),
+    (["--seed=1", "--init_from=a.pt", "--seed=2", "--init_from=resume"], "--seed is given more than once")])
+def test_a_flag_is_given_once(argv, words):
+    with pytest.raises(ConfigError, match=words):
+        load([str(FILES[0]), *argv])
+    assert load(["--init_from=a.pt", "--init_from=resume"]) == Config(init_from="resume")  # the same command goes on
+
+
+def test_flags_of_a_script_take_the_place_of_the_same_ones():
+    given = ["a.toml", "--wandb_tags", "x", "y", "--bias=True", "--batch-size", "2"]
+    flags = ["--wandb_tags=z", "--batch_size=3"]
+    assert override(given, *flags) == ["a.toml", "--bias=True", *flags] and override(given) == given
+    assert override(given, "--bias", "False") == [*given[:4], *given[5:], "--bias", "False"]
 
 
 def test_help_lists_every_field(capsys):

@@ -1,13 +1,15 @@
 """What is written is whole: on a disk that fills up halfway what was there stays, and one sentence says so."""
 
 import contextlib
+import gc
 import re
 import resource
+import weakref
 from pathlib import Path
 
 import pytest
 
-from diagnostics.lines import pyplot, save
+from diagnostics.lines import blank, save, subplots
 from files import write_text
 
 ROOT = Path(__file__).parents[1]
@@ -25,7 +27,7 @@ def full_disk():
 
 
 def draw(path, title):
-    figure, axis = pyplot().subplots(figsize=(1, 1))
+    figure, axis = subplots(figsize=(1, 1))
     axis.set_title(title)
     save(figure, path, dpi=50)
 
@@ -33,7 +35,6 @@ def draw(path, title):
 @pytest.mark.parametrize("write, name", [(write_text, "table.json"), (draw, "figure.png"), (draw, "figure.svg")])
 def test_what_was_there_stays_until_all_that_is_new_is(tmp_path, write, name):
     file, link = tmp_path / "kept" / name, tmp_path / f"link{Path(name).suffix}"
-    pyplot().close("all")  # what another test left, such as a figure whose drawing was refused halfway
     write(file, "before")
     before = file.read_bytes()
     link.symlink_to(file)
@@ -41,12 +42,28 @@ def test_what_was_there_stays_until_all_that_is_new_is(tmp_path, write, name):
         write(link, "now")
     assert file.read_bytes() == before and [path.name for path in file.parent.iterdir()] == [name]
     write(link, "now")
-    assert file.read_bytes() != before and link.is_symlink() and not pyplot().get_fignums()
+    assert file.read_bytes() != before and link.is_symlink()
 
 
 def test_what_is_no_file_stays_what_it_is():
     write_text("/dev/null", "now")
     assert Path("/dev/null").is_char_device()
+
+
+def test_a_drawing_that_is_refused_leaves_no_figure(tmp_path):
+    figure = blank(figsize=(1, 1))
+    kept = weakref.ref(figure)
+    with pytest.raises(ValueError, match="txt"):
+        save(figure, tmp_path / "figure.txt", dpi=50)
+    del figure
+    gc.collect()
+    assert kept() is None and not list(tmp_path.iterdir())
+
+
+def test_no_figure_is_pyplots():
+    """Which keeps each one until it is closed, and so one whose drawing was refused halfway."""
+    assert not [path for folder in ("diagnostics", "scripts") for path in (ROOT / folder).glob("*.py")
+                if re.search("import.*pyplot|matplotlib.pyplot", path.read_text())]
 
 
 def test_nothing_else_writes_results():

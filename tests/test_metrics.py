@@ -48,7 +48,8 @@ def finish(process: subprocess.Popen) -> str:
 
 def test_records_come_back_by_step(tmp_path):
     metrics = Metrics(tmp_path, CONFIG, {"name": "n"})
-    records = [{"step": 0, "loss": 10.5, "probe/heads": [1.0, 2.0]}, {"step": 5, "loss": 9.25, "val_loss": 9.5}]
+    records = [{"step": 0, "loss": 10.5, "probe/ties_head/layer0": [1.0, 2.0]},
+               {"step": 5, "loss": 9.25, "val_loss": 9.5}]
     for record in records:
         metrics.log(record)
     metrics.close()
@@ -118,6 +119,21 @@ def test_wrong_files_are_named(tmp_path):
     (tmp_path / "run.json").write_text("{")
     with pytest.raises(MetricsError, match=r"run\.json is no valid JSON"):
         Metrics(tmp_path, CONFIG, {})
+
+
+@pytest.mark.parametrize("key, value, what", [
+    ("loss", "2.5", "number"), ("loss", None, "number"), ("grad_norm", True, "number"), ("time", {}, "number"),
+    ("val_loss", [2.5], "number"), ("probe/ties/layer0", "nan", "number"), ("probe/row_max/layer0", [1.0], "number"),
+    ("probe/wq_norm_head/layer0", 1.0, "list of numbers"), ("probe/wq_norm_head/layer0", [], "list of numbers"),
+    ("probe/ties_head/layer0", [1.0, "0.5"], "list of numbers"), ("loss", "x" * 999, "number")])
+def test_what_is_no_number_where_one_belongs_is_named(tmp_path, key, value, what):
+    log = tmp_path / "metrics.jsonl"
+    good = {"step": 1, "loss": 2, "probe/row_max/layer0": "Infinity", "probe/ties_head/layer0": ["NaN", 1], "note": "x"}
+    log.write_text(f"{json.dumps(good)}\n{json.dumps(good | {'step': 2, key: value})}\n")
+    with pytest.raises(MetricsError) as error:
+        read_metrics(tmp_path)
+    words = f"{log}: line 2 has {key}={value!r:.60}, where a {what} belongs; repair the line, or remove it"
+    assert str(error.value) == words
 
 
 def test_killed_while_logging_tears_the_last_line_at_most(tmp_path):

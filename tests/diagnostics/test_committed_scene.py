@@ -37,15 +37,13 @@ def found(tmp_path_factory):
 
 
 def test_what_its_figures_count_has_whole_ticks(scene, tmp_path, monkeypatch):
-    from matplotlib import pyplot
-
-    with monkeypatch.context() as patch:
-        patch.setattr(pyplot, "close", lambda figure: None)
-        figures.draw(scene, diagnosis.diagnose(scene), tmp_path)
-    for number in pyplot.get_fignums():
-        for axis in pyplot.figure(number).axes:
-            assert all(tick == round(tick) for tick in axis.get_xticks()), (number, axis.get_xlabel())
-    pyplot.close("all")
+    drawn = {}
+    monkeypatch.setattr(figures, "save", lambda figure, path, dpi: drawn.update({path.stem: figure}))
+    figures.draw(scene, diagnosis.diagnose(scene), tmp_path)
+    assert len(drawn) == 7
+    for name, figure in drawn.items():
+        for axis in figure.axes:
+            assert all(tick == round(tick) for tick in axis.get_xticks()), (name, axis.get_xlabel())
 
 
 def test_it_is_small_and_of_one_run(scene):

@@ -6,11 +6,8 @@ import random
 import matplotlib
 import pytest
 
-matplotlib.use("Agg")
-from matplotlib import pyplot
-
 from diagnostics import figures
-from diagnostics.lines import label_ends, whole_ticks
+from diagnostics.lines import label_ends, subplots, whole_ticks
 
 DRAW = random.Random(0)
 ENDS = {"spread": lambda n: [DRAW.random() for _ in range(n)], "equal": lambda n: [1.0] * n,
@@ -30,7 +27,7 @@ def alone(found):
 @pytest.mark.parametrize("ends", ENDS.values(), ids=ENDS)
 @pytest.mark.parametrize("n, scale", [(1, "linear"), (6, "log"), (24, "linear"), (24, "log")])
 def test_labels_stand_alone_in_the_order_of_the_lines(n, ends, scale):
-    figure, axis = pyplot.subplots(figsize=(4, 2.2), layout="constrained")  # a panel of compare.py --layers
+    figure, axis = subplots(figsize=(4, 2.2))  # a panel of compare.py --layers
     values = ends(n)
     for value in values:
         axis.plot([0, 1], [0.5, value])
@@ -40,7 +37,6 @@ def test_labels_stand_alone_in_the_order_of_the_lines(n, ends, scale):
     assert found.keys() == {str(i) for i in range(n)} and alone(found)
     heights = [found[str(i)].y0 for i in sorted(range(n), key=values.__getitem__)]
     assert heights == sorted(heights)
-    pyplot.close(figure)
 
 
 @pytest.mark.parametrize("n", [12, 24])
@@ -49,21 +45,19 @@ def test_figure_11_names_every_layer(n):
     norms = {kind: [[1 + s * DRAW.random() for _ in range(n)] for s in steps] for kind in kinds}
     logged = {kind: [[[], []] for _ in range(n)] for kind in kinds}
     logged["W_K"] = [[[0, 2000], [1.0, float(i)]] for i in range(n)]  # goes on beyond the checkpoints
-    figure = figures._figure11(pyplot, None, {"layer": 1, "figure11": {
+    figure = figures._figure11(None, {"layer": 1, "figure11": {
         "norms": norms, "wq_norm_largest_head": norms["W_Q"], "logged": logged,
         "logged_largest_head": logged["W_Q"], "steps": steps}})
     for axis, kind in zip(figure.axes, kinds, strict=False):
         found = boxes(figure, axis)
         assert found.keys() == {str(i) for i in range(n)} and alone(found), kind
     assert {text.xy for text in figure.axes[1].texts} == {(2000, float(i)) for i in range(n)}
-    pyplot.close(figure)
 
 
 def test_what_is_counted_has_whole_ticks():
-    figure, axes = pyplot.subplots(2)
+    figure, axes = subplots(2, figsize=(4, 4))
     axes[0].plot([1, 2, 3], [0.1, 0.2, 0.3])
     axes[1].plot([1, 2, 3], [0.1, 0.2, 0.3])
     axes[1].set_xticks([1.5])  # chosen, not counted
     whole_ticks(figure)
     assert all(tick == round(tick) for tick in axes[0].get_xticks()) and list(axes[1].get_xticks()) == [1.5]
-    pyplot.close(figure)

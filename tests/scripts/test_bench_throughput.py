@@ -12,7 +12,7 @@ import torch
 from tiny_runs import write_corpus
 
 import scripts.bench_throughput as bench
-from config import ConfigError
+from config import ConfigError, override
 from scripts import bench_train
 from stop import EXIT_SIGTERM
 
@@ -36,7 +36,7 @@ def test_rows_of_one_rank_and_of_two(tmp_path, capsys):
     """Two ranks add rows beside those of one, and are compared with them; a second measurement replaces its rows."""
     out, data = tmp_path / "folder" / "throughput.json", write_corpus(tmp_path / "data")
     argv = [*TINY, f"--dataset={data}", f"--out={out}"]
-    bench.main([*argv, "--arms=flash_bf16", "--rounds=1"])
+    bench.main(override(argv, "--arms=flash_bf16", "--rounds=1"))
     bench.main([*argv, "--arms=sdpa,flash_bf16,sdpa+loss_chunk=0", "--profile"])
     one = json.loads(out.read_text())["rows"]
     assert [row["arm"] for row in one] == [bench.PLAIN, "sdpa", "flash_bf16", "sdpa+loss_chunk=0"]
@@ -159,7 +159,7 @@ def test_a_signal_ends_bench_train(tmp_path, capsys, monkeypatch):
 def test_what_is_refused(tmp_path, capsys):
     data = write_corpus(tmp_path / "other")
     with pytest.raises(ConfigError, match="at least one round"):
-        bench.main([*TINY, "--rounds=0"])
+        bench.main(override(TINY, "--rounds=0"))
     for text in ("{}", "[1]", "no JSON"):
         (tmp_path / "other.json").write_text(text)
         with pytest.raises(ConfigError, match=r"other\.json is no --out of this script"):

@@ -126,29 +126,25 @@ def test_one_definition_of_the_runaway():
 
 
 def test_lines_differ_without_colour_and_axes_have_units(pair, tmp_path, monkeypatch):
-    import matplotlib.pyplot as plt
-
-    monkeypatch.setattr(plt, "close", lambda figure: None)
+    drawn = []
+    monkeypatch.setattr("scripts.compare.save", lambda figure, path, dpi: drawn.append(figure))
     runs = load_runs([pair[0]] * 11)
     plot(runs, compare(runs), tmp_path / "c.png")
-    axes = plt.gcf().axes
+    axes = drawn[0].axes
     looks = [(line.get_linestyle(), str(line._dash_pattern), line.get_marker()) for line in axes[0].get_lines()]
     assert len(set(looks)) == 11
     labels = [axis.get_ylabel() for axis in axes]
     assert len(axes) == 5 and all(labels) and "nats/token" in labels[0] and axes[-1].get_xlabel() == "optimizer step"
-    monkeypatch.undo()
-    plt.close("all")
 
 
 def test_layers_are_drawn_a_column_a_run(pair, tmp_path, monkeypatch):
     """Of a head's list the largest value counts; a line where W_Q ran away, in its panel alone and without a layer's
     number; a run without probes is refused, as is an unknown picture format."""
-    import matplotlib.pyplot as plt
-
-    monkeypatch.setattr(plt, "close", lambda figure: None)
+    drawn = []
+    monkeypatch.setattr("scripts.compare.save", lambda figure, path, dpi: drawn.append(figure))
     away = make_run(tmp_path / "away", [4.0, 3.0, 2.5, 2.0, 1.5], runs_away_at=2)
     plot_layers(load_runs([*pair, away]), tmp_path / "layers.png")
-    grid = np.array(plt.gcf().axes).reshape(3, 3)
+    grid = np.array(drawn[0].axes).reshape(3, 3)
     assert [[len(axis.lines) for axis in line] for line in grid] == [[1, 1, 1], [1, 1, 2], [1, 1, 1]]
     assert grid[1, 2].lines[-1].get_xdata() == [2, 2] and [text.get_text() for text in grid[1, 2].texts] == ["1"]
     assert [axis.get_title() for axis in grid[1]] == ["", "", "dotted: ran away at step 2, layer 1"]
@@ -157,7 +153,6 @@ def test_layers_are_drawn_a_column_a_run(pair, tmp_path, monkeypatch):
     norms = {line.get_label(): line for line in grid[1, 0].lines}
     assert norms["layer 1"].get_ydata().tolist() == [3.0, 5.0, 7.0] and "step" in grid[2, 0].get_xlabel()
     monkeypatch.undo()
-    plt.close("all")
     bare = make_run(tmp_path / "bare", [2.0, 1.0], probes=False)
     assert main([str(bare), "--layers", str(tmp_path / "none.png")]) == 2 and not (tmp_path / "none.png").exists()
     assert main([str(pair[0]), "--layers", str(tmp_path / "layers.txt")]) == 2

@@ -1,5 +1,6 @@
 """Rates, their tables and figures, from logs alone; and the tables in results/ from the logs that are kept there."""
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -10,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from config import Config, ConfigError
+from config import Config, ConfigError, as_dict, load
 from scripts import arms, cures, grid, isolate, outcomes, rates
 from scripts.collect import collect, thin
 from scripts.isolate import ARMS
@@ -368,6 +369,8 @@ def test_seconds_left_are_those_of_the_last_steps(tmp_path):
     log.write_text(lines[5] + json.dumps({"step": 60, "pad": "x" * arms.TAIL}) + "\n" + "".join(lines[6:]) + '{"step"')
     assert arms.seconds_left(tmp_path, 100) == pytest.approx(15)
     assert arms.seconds_left(tmp_path, 100, since=time.time()) == math.inf  # of an earlier session
+    log.write_text("".join(lines).replace('"time": ', '"time": "x", "was": '))
+    assert arms.seconds_left(tmp_path, 100) == math.inf
 
 
 @pytest.mark.parametrize("known", [True, False])
@@ -381,6 +384,18 @@ def test_an_arm_that_waits_is_refused_where_it_began_with_other_flags(tmp_path, 
     with pytest.raises(ConfigError, match="late was begun with batch_size=32, and this command says 64; give the same"):
         arms.run_arms(queue, tmp_path, 2, 1, say=lambda *_, **__: None)
     assert started == ended == ([] if known else ["first"])
+
+
+@pytest.mark.parametrize("key, before, unread, read", [
+    ("monitor_row_max", 0.0, [], ["--monitor=warn"]), ("monitor_remedy", "stabilized", [], ["--monitor=switch"]),
+    ("muon_momentum", 0.5, [], ["--optimizer=muon"]), ("probe_sequences", 1, [], ["--probe_interval=100"]),
+    ("compile_mode", "reduce-overhead", ["--compile=False"], []), ("min_lr", 0.0, ["--decay_lr=False"], [])])
+def test_a_run_that_began_under_another_default_goes_on_where_nothing_reads_it(tmp_path, key, before, unread, read):
+    """run.json holds every key as it was then."""
+    for flags, refused in ((unread, False), (read, True)):
+        run = write_run(tmp_path / str(refused), steps=5, **as_dict(load(flags)) | {key: before})
+        with pytest.raises(ConfigError, match=f"begun with {key}=") if refused else contextlib.nullcontext():
+            arms.check_begun(run, flags)
 
 
 def test_a_bare_collect_makes_the_table_that_is_there_again(tmp_path, capsys):

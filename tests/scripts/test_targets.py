@@ -51,6 +51,17 @@ def test_told_before_anything_else(name, flag, tmp_path, monkeypatch, capsys):
     assert {path.name for path in tmp_path.iterdir()} == {"file", "folder.png"}
 
 
+@pytest.mark.parametrize("name, flag", [(name, flag) for name, (_, flags) in FLAGS.items() for flag in flags])
+def test_an_empty_name_is_none(name, flag, tmp_path, monkeypatch, capsys):
+    """It would be the working folder, or as if it was not given."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(SystemExit) as stop:
+        importlib.import_module(f"scripts.{name}").main([*FLAGS[name][0], re.sub(r"(FILE|FOLDER)(\.png)?", "", flag)])
+    assert stop.value.code == 2 and "'' is empty; the working folder is ." in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
 def test_what_may_not_be_written_to(tmp_path, monkeypatch):
     check_targets(None, tmp_path / "a/b.json", tmp_path / "b.json", folders=(tmp_path, tmp_path / "c/d"))
     assert not list(tmp_path.iterdir())

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from config import override
 from metrics import read_metrics, read_run
 from replay.order import OrderFile
 from scripts import collect
@@ -40,8 +41,8 @@ def full_scale(runner, corpus):
              "CUDA_VISIBLE_DEVICES": ""}
 
     def call(*more, **variables):
-        return subprocess.run(["bash", "scripts/full_scale.sh", *flags, *more], cwd=ROOT, text=True, timeout=180,
-                              env=os.environ | fixed | variables, capture_output=True)
+        return subprocess.run(["bash", "scripts/full_scale.sh", *override(flags, *more)], cwd=ROOT, text=True,
+                              timeout=180, env=os.environ | fixed | variables, capture_output=True)
 
     return call
 
@@ -63,7 +64,7 @@ def test_full_scale_runs_ends_in_time_and_goes_on(runner, full_scale):
     for flag, said in (("--max_iters=1", f"is at step {done + 20}, past --max_iters=1; give at least that, or another"),
                        ("--delta=dp_p", "was begun with delta=None, and this command says 'dp_p'; give the same, or "
                                         "another")):
-        third = full_scale(f"--max_iters={done + 25}", flag)
+        third = full_scale(*override([f"--max_iters={done + 25}"], flag))
         assert third.returncode == 2 and third.stderr == f"resume.py: {out} {said} --out_dir\n"
     assert {path: path.read_bytes() for path in results.iterdir()} == kept and len(read_run(out)["sessions"]) == 2
     fourth = full_scale(f"--max_iters={done + 25}", "--init_from=begun_with.pt", GPUS="")
@@ -85,7 +86,7 @@ def test_full_scale_of_what_cannot_run_leaves_nothing(runner, full_scale, flags,
 
 def test_full_scale_ends_with_the_status_of_the_run(runner, full_scale):
     """Both ranks meet a gradient that is not finite; torchrun itself would end with 1, behind a traceback."""
-    said = full_scale("--learning_rate=1e30", "--warmup_iters=0", "--grad_clip=0", "--max_iters=9")
+    said = full_scale("--learning_rate=1e15", "--warmup_iters=0", "--grad_clip=0", "--max_iters=9")
     assert said.returncode == 3 and "ended with status 3" in said.stdout, said
     assert said.stderr.splitlines()[-1].startswith("train.py: stopped: "), said.stderr
     assert read_metrics(runner.root / "results/full.jsonl.xz")

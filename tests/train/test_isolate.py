@@ -14,7 +14,7 @@ import pytest
 
 from attention import layer_specs
 from attention.spec import NO_SWITCHES, SWITCHES
-from config import load
+from config import load, override
 from scripts import arms, cures, grid, isolate, reproduce_mini
 from scripts.isolate import ARMS
 from scripts.outcomes import Arm
@@ -128,7 +128,7 @@ def test_it_runs_and_goes_on_where_it_was(runner, corpus):
     command[command.index(str(folder))] = str(runner.root / "elsewhere")
     command[command.index("--arms") + 1:command.index("--arms") + 1] = ["pv_fp32", "o_fp32_worst_head"]
     command += ["--kept", str(kept)]
-    out, err = runner.start([*command, "--weight_decay=0.3"]).communicate(timeout=120)
+    out, err = runner.start(override(command, "--weight_decay=0.3")).communicate(timeout=120)
     assert f"in {runner.root / 'elsewhere'}, has weight_decay=0.3, and " in err and "started" not in out, err
     assert f", in {kept / 'seed1'}, weight_decay=" in err, err
     out, err = runner.start(command).communicate(timeout=120)
@@ -159,8 +159,8 @@ def test_the_small_run_and_its_replays_end_in_a_comparison(runner, corpus, capsy
     flags = [a for a in runner.argv("unused") if not a.startswith(own)]
     out = runner.root / "mini"
     command = [sys.executable, "scripts/reproduce_mini.py", "--dataset", str(corpus), "--out", str(out), "--steps", "4",
-               "--arms", "standard", "flash_bf16:delta=dp_p", "--parallel", "2", *flags, "--device=cpu",
-               "--compile=False", "--probe_interval=2", "--log_interval=1"]
+               "--arms", "standard", "flash_bf16:delta=dp_p", "--parallel", "2", *flags,
+               "--probe_interval=2", "--log_interval=1"]
     said = runner.start(command).communicate(timeout=120)
     rows = json.loads((out / "comparison.json").read_text())["runs"]
     assert [r["name"] for r in rows] == ["flash_bf16", "standard", "flash_bf16_delta_dp_p"], said
@@ -173,13 +173,13 @@ def test_the_small_run_and_its_replays_end_in_a_comparison(runner, corpus, capsy
     said = runner.start(command).communicate(timeout=120)
     assert [line.split()[3] for line in said[0].splitlines() if "started" in line] == ["flash_bf16:", "standard:"], said
     assert json.loads((out / "comparison.json").read_text())["runs"] == rows
-    said = runner.start([*command, "--steps=6"]).communicate(timeout=120)
+    said = runner.start(override(command, "--steps=6")).communicate(timeout=120)
     more = json.loads((out / "comparison.json").read_text())["runs"]
     assert [r["common_steps"] for r in more] == [6, 6, 6] and said[0].count("started") == 3, said
     assert more[1]["difference"]["signed"][:4] == rows[1]["difference"]["signed"]
     for flags, message in ((["--steps=6", "--seed=2"], "flash_bf16 was begun with seed=1, and this command says 2;"),
                            (["--steps=5"], "flash_bf16 is at step 6, past --steps=5; give at least that, or")):
-        assert reproduce_mini.main([*command[2:], *flags]) == 2 and message in capsys.readouterr().err
+        assert reproduce_mini.main(override(command[2:], *flags)) == 2 and message in capsys.readouterr().err
 
 
 def test_the_small_run_says_what_ran_away():
@@ -215,8 +215,7 @@ def test_the_small_run_interrupted_goes_on(runner, corpus):
     flags = [a for a in runner.argv("unused") if not a.startswith(own)]
     out = runner.root / "mini"
     command = [sys.executable, "scripts/reproduce_mini.py", "--dataset", str(corpus), "--out", str(out), "--steps",
-               "200", "--arms", "standard", *flags, "--device=cpu", "--compile=False", "--probe_interval=50",
-               "--log_interval=1"]
+               "200", "--arms", "standard", *flags, "--probe_interval=50", "--log_interval=1"]
     script = runner.start(command)
     runner.wait_for_step(script, "mini/flash_bf16", 5)
     script.send_signal(signal.SIGTERM)
@@ -313,7 +312,8 @@ def test_an_arm_that_has_begun_with_other_flags_is_refused(one_arm, capsys):
     folder, argv = one_arm
     assert isolate.main(isolate.__doc__, ARMS, "", "isolation.json", argv(2)) == 0
     before = (folder / "isolation.json").read_text()
-    assert isolate.main(isolate.__doc__, ARMS, "", "isolation.json", [*argv(3), "--learning_rate=2e-3"]) == 2
+    assert isolate.main(isolate.__doc__, ARMS, "", "isolation.json",
+                        override(argv(3), "--learning_rate=2e-3")) == 2
     assert "pv_fp32 was begun with learning_rate=0.01, and this command says 0.002; give" in capsys.readouterr().err
     assert (folder / "isolation.json").read_text() == before and arms.last_step(folder / "seed1/pv_fp32") == 2
 
@@ -339,7 +339,8 @@ def test_an_experiment_run_from_another_folder_reads_what_it_wrote(one_arm):
 def test_what_cannot_run_is_told_before_anything_is_started(one_arm, capsys, flags, message):
     folder, argv = one_arm
     try:
-        code = isolate.main(isolate.__doc__, {**ARMS, "pv_fp32": Arm()}, "", "isolation.json", [*argv(2), *flags])
+        code = isolate.main(isolate.__doc__, {**ARMS, "pv_fp32": Arm()}, "", "isolation.json",
+                            override(argv(2), *flags))
     except SystemExit as stop:  # argparse's and tyro's
         code = stop.code
     said = capsys.readouterr()

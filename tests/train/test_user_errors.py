@@ -32,7 +32,15 @@ REFUSED = {
     "missing GPU": (dict(device="cuda"), "needs a CUDA GPU .* --device=cpu"),
     "unknown device": (dict(device="gpu"), "device=gpu is unknown; choose cpu"),
     "data": (dict(dataset="nowhere"), "nowhere does not exist; make it with"),
+    "nowhere to write": (dict(out_dir=" "), "out_dir=' ' is empty; the working folder is ."),
+    "nothing to begin with": (dict(init_from=""), "init_from='' is empty"),
+    "no data": (dict(dataset=""), "the name of the data folder is empty"),
     "block": (dict(block_size=4000), "4000 tokens, but .* block_size=4000 reads 4001"),  # the validation split's
+    "evaluation's size": (dict(eval_iters=10**12), "eval_iters=1000000000000, batch_size=2: the starts of an ev"),
+    "step's size": (dict(gradient_accumulation_steps=10**12, eval_iters=1), "the starts of a step's .* this machine"),
+    "batch's size": (dict(batch_size=10**6, block_size=10**9), "batch_size=1000000, block_size=1000000000: inputs and"),
+    "layers": (dict(n_layer=10**12), "n_layer=1000000000000, n_embd=32, .* the weights alone take .* GiB, and this"),
+    "vocabulary's size": (dict(vocab_size=10**15), "vocab_size=1000000000000000, .* the weights alone"),
     "order file": (dict(replay="nowhere.bin"), "nowhere.bin cannot be read: No such file"),
     "resume": (dict(init_from="resume"), "no checkpoint .* to resume from"),
     "checkpoint": (dict(init_from="nowhere.pt"), "nowhere.pt does not exist"),
@@ -214,6 +222,25 @@ def test_folder_that_cannot_be_written(runner):
     assert_sentence(run.stderr, "the log of this run cannot be kept in .*file/run: Not a directory")
 
 
+@pytest.mark.parametrize("error", [
+    MemoryError(), MemoryError("Unable to allocate 9 GiB"), torch.OutOfMemoryError("CUDA out of memory"),
+    RuntimeError("DefaultCPUAllocator: can't allocate memory\nframe 0")], ids=repr)
+def test_memory_that_does_not_suffice(runner, monkeypatch, error):
+    """For the model: nothing is left behind. For a step: what any run leaves that ends."""
+    def fails(*_):
+        raise error
+
+    said = str(error).partition("\n")[0]
+    message = f"out of memory with batch_size=2, block_size=32, .*{said}.*; lower batch_size and"
+    with monkeypatch.context() as patch:
+        patch.setattr("trainer.GPT", fails)
+        assert_sentence(runner.refused("refused"), f"error: {message}")
+    monkeypatch.setattr("trainer.Trainer.gradients", fails)
+    run = runner("run", code=1)
+    assert_sentence(run.stderr, f"train.py: stopped: in step 0: {message}")
+    assert len(run.stderr.splitlines()) == 1
+
+
 @pytest.mark.parametrize("ranks", ["0", "abc", "-1"])
 def test_a_number_of_ranks_that_is_none(runner, monkeypatch, ranks):
     monkeypatch.setenv("WORLD_SIZE", ranks)
@@ -225,7 +252,7 @@ def test_an_order_file_that_is_a_folder(runner, tmp_path):
 
 
 @pytest.mark.parametrize("flags, message", [(dict(seed=1 << 63), "must be below 2\\^63"),
-                                            (dict(learning_rate="inf"), "learning_rate=inf must be finite")])
+                                            (dict(learning_rate="inf"), "learning_rate=inf cannot be computed with")])
 def test_numbers_that_cannot_be_used(runner, flags, message):
     assert_sentence(runner.refused("run", **flags), message)
 
