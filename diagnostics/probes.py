@@ -58,11 +58,13 @@ def largest_eigenvalues(gram: Tensor) -> Tensor:
 
 @torch.no_grad()
 def measure(model: nn.Module, idx: Tensor, autocast) -> Tensor:
-    """What the paper's figures 3 and 13 show, of one batch idx (B, T): (3, n_layer, H) float64 on the model's device,
-    which the host need not wait for.
+    """What the paper's figures 3 and 13 show, and what keys have in common, of one batch idx (B, T): (4, n_layer, H)
+    float64 on the model's device, which the host need not wait for.
 
     By layer and head: the share of score rows whose maximum repeats within a key tile (paper Algorithm 3, rs > 1), the
-    largest score, and the spectral norm of W_Q.
+    largest score, the spectral norm of W_Q, and the length of a sequence's mean key over the root mean square length of
+    keys less it, averaged over sequences. The mean key adds the same to all scores of a row, so it changes no
+    probability and has no gradient of its own but what rounding leaves over.
     """
     training = model.training
     model.eval()
@@ -74,7 +76,11 @@ def measure(model: nn.Module, idx: Tensor, autocast) -> Tensor:
     stats = [attend(*inputs[i], layer.spec, layer.rng, stats=True)[1] for i, layer in enumerate(layers)]
     ties, row_max = torch.stack([one.ties for one in stats]), torch.stack([one.row_max for one in stats])
     norms = wq_norms(torch.stack([block.c_attn.weight[:block.c_attn.in_features] for block in blocks]), ties.shape[2])
-    return torch.stack([(ties > 1).double().mean((1, 3)), row_max.double().amax((1, 3)), norms])
+    keys = torch.stack([inputs[i][1] for i in range(len(layers))]).float()  # (layer, B, H, T, D)
+    common = keys.mean(3, keepdim=True)
+    own = (keys - common).square().sum(-1).mean(-1).sqrt()
+    shared = (common.norm(dim=-1).squeeze(-1) / own).double().mean(1)
+    return torch.stack([(ties > 1).double().mean((1, 3)), row_max.double().amax((1, 3)), norms, shared])
 
 
 def as_record(values: list[list[list[float]]]) -> dict[str, float | list[float]]:
@@ -82,16 +88,18 @@ def as_record(values: list[list[list[float]]]) -> dict[str, float | list[float]]
 
     probe/ties/layer{i}: share of tied rows, and probe/ties_head/layer{i}, the same by head;
     probe/row_max/layer{i}: the largest score;
-    probe/wq_norm/layer{i}: the largest spectral norm of a head's W_Q, and probe/wq_norm_head/layer{i}, by head.
+    probe/wq_norm/layer{i}: the largest spectral norm of a head's W_Q, and probe/wq_norm_head/layer{i}, by head;
+    probe/key_mean_head/layer{i}: the mean key over what keys differ from it by, by head.
     What is the largest of a layer is NaN where a head's is.
     """
     out: dict[str, float | list[float]] = {}
-    for i, (ties, row_max, norms) in enumerate(zip(*values, strict=True)):
+    for i, (ties, row_max, norms, shared) in enumerate(zip(*values, strict=True)):
         out[f"probe/ties/layer{i}"] = sum(ties) / len(ties)
         out[f"probe/ties_head/layer{i}"] = [round(x, 5) for x in ties]
         out[f"probe/row_max/layer{i}"] = max(row_max, key=lambda x: (x != x, x))
         out[f"probe/wq_norm/layer{i}"] = max(norms, key=lambda x: (x != x, x))
         out[f"probe/wq_norm_head/layer{i}"] = [round(x, 4) for x in norms]
+        out[f"probe/key_mean_head/layer{i}"] = [float(f"{x:.4g}") for x in shared]
     return out
 
 

@@ -16,7 +16,7 @@ from files import write_bytes
 from metrics import MetricsError, read_metrics, read_run, to_json
 from scripts.targets import check_targets, named
 
-EVERY_PROBE = ("probe/ties", "probe/row_max", "probe/wq_norm")
+EVERY_PROBE = ("probe/ties", "probe/row_max", "probe/wq_norm", "probe/key_mean")
 SPECTRA_EVERY = 500  # steps
 
 

@@ -92,6 +92,23 @@ def test_ties_and_maxima(switches, tile):
     assert reference(model, idx, 16, 1e-3)[0][0].mean() != reference(model, idx, T, 1e-3)[0][0].mean()
 
 
+def test_key_means():
+    """The mean key of a sequence over the root mean square of what its keys differ from it by; none of smooth keys."""
+    model, idx = planted(), tokens()
+    with attention_inputs(model.eval()) as inputs, AUTOCAST:
+        model(idx)
+    values = probe(model, idx, AUTOCAST)
+    for i, (_, k, _) in inputs.items():
+        k = k.double().numpy()
+        mean = k.mean(2, keepdims=True)
+        own = np.sqrt(np.square(k - mean).sum(-1).mean(-1))
+        expected = (np.sqrt(np.square(mean).sum(-1))[..., 0] / own).mean(0)
+        assert values[f"probe/key_mean_head/layer{i}"] == pytest.approx(expected, rel=1e-3) and expected.min() > 0.01
+    for block in model.transformer.h:
+        block.attn.smooth_k = True
+    assert max(probe(model, idx, AUTOCAST)["probe/key_mean_head/layer1"]) < 1e-6
+
+
 def test_wq_norms():
     """Largest singular value by head; the gain of one head is seen in that head alone."""
     model = planted()
