@@ -276,8 +276,10 @@ def _programs(heads: int, T: int, block: int) -> int:
 
 
 def _group(k: Tensor, heads: int) -> int:
-    """How many heads run side by side."""
-    return max(1, min(heads, GROUP_BYTES // (2 * k.shape[2] * k.shape[3] * k.element_size())))
+    """How many heads run side by side: about GROUP_BYTES of K and V, twice that for long sequences, in groups of one
+    size, as a small last one leaves multiprocessors idle."""
+    groups = heads * 2 * k[0, 0].nbytes / (GROUP_BYTES if k.shape[2] < 4096 else 2 * GROUP_BYTES)
+    return math.ceil(heads / max(1, round(groups)))
 
 
 def _rows(x: Tensor) -> Tensor:

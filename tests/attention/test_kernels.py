@@ -5,6 +5,7 @@ BF16 tensors and tensor cores.
 """
 
 import importlib.metadata
+import math
 import re
 from pathlib import Path
 
@@ -353,6 +354,18 @@ def test_what_is_described_is_what_fits(monkeypatch):
         line = flash.describe_launch(AttentionSpec(**choice), 64, "cuda", T, dtype)
         found = [word.partition("=")[0] for word in line.split() if word.endswith("/tma")]
         assert " ".join(found) == loads, (choice, T, dtype, line)
+
+
+@pytest.mark.parametrize("shape, group", [
+    ((32, 12, 1024, 64), 48), ((16, 16, 1024, 64), 52), ((8, 12, 4096, 64), 24), ((16, 12, 1024, 128), 24),
+    ((1, 2, 64, 64), 2), ((1, 3, 65536, 128), 1)])
+def test_heads_run_side_by_side_in_groups_of_one_size(shape, group):
+    """But for rounding: a small last group would leave multiprocessors idle."""
+    from attention import flash
+
+    heads = shape[0] * shape[1]
+    assert flash._group(torch.empty(shape, dtype=torch.bfloat16, device="meta"), heads) == group
+    assert group * (math.ceil(heads / group) - 0.25) <= heads
 
 
 def test_launch_table():
