@@ -11,6 +11,7 @@ import torch
 from attention.rounding import round_bf16
 from diagnostics import diagnosis, figures
 from diagnostics import scene as scenes
+from diagnostics.precision import both, score_gradients
 from scripts import diagnose
 
 FOLDER = Path(__file__).resolve().parents[2] / "results" / "mini"
@@ -102,3 +103,28 @@ def test_numbers_from_the_runs_own_output(scene, found):
         assert found["captured_equals_emulated"][i] > 0.99
         assert np.linalg.norm(frame.wq.double().numpy(), 2) == pytest.approx(
             scene.surveys[i].head_norms[scene.layer][0][scene.head], rel=1e-6)
+
+
+def test_what_keys_have_in_common(scene):
+    """The numbers of results/mini/why.md, "What softmax does not see": W_Q has one large singular value, along the mean
+    key, and the error of dW_Q is smaller where keys are less it, by that part which all of them share."""
+    found = []
+    for frame in scene.frames:
+        k, x = frame.k.double(), frame.x.double()
+        mean = k.mean(1, keepdim=True)
+        u, s, _ = torch.linalg.svd(frame.wq.double(), full_matrices=False)
+        pair = both(frame.q, frame.k, frame.v, scene.spec, frame.do)
+        dp = frame.do.double() @ frame.v.double().mT
+        exact = k.shape[-1] ** -0.5 * pair.p * (dp - pair.delta_hp[..., None])
+        error = score_gradients(frame.q, frame.k, frame.v, frame.do, pair, scene.spec) - exact
+
+        def dw(rows, keys, x=x):
+            return torch.linalg.matrix_norm((rows @ keys).flatten(0, 1).mT @ x.flatten(0, 1), 2).item()
+
+        assert dw(exact, k - mean) == pytest.approx(dw(exact, k), rel=1e-6)
+        found.append([(s[0] / s[1]).item(), (u[:, 0] @ mean.mean(0)[0]).abs().item() / mean.mean(0).norm().item(),
+                      (mean.norm() / mean.shape[0] ** 0.5 / (k - mean).square().sum(-1).mean().sqrt()).item(),
+                      (x.mean((0, 1)).norm() / x.square().sum(-1).mean().sqrt()).item(),
+                      dw(error, k) / dw(exact, k), dw(error, k - mean) / dw(exact, k)])
+    assert found[0] == pytest.approx([10.6, 0.994, 12.4, 0.951, 74, 12.6], rel=0.02)
+    assert found[1] == pytest.approx([12.8, 0.982, 0.99, 0.953, 9.1, 6.7], rel=0.02)
