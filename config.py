@@ -62,7 +62,6 @@ class Config:
     gelu: Literal["exact", "tanh"] = "exact"  # nanoGPT's GELU, or the approximation of the released GPT-2 weights
     qk_norm: bool = False  # normalise queries and keys of each head before the scores
     qk_clip: float = 0.0  # MuonClip's tau: rescale W_Q and W_K of heads whose largest score exceeds it; 0 is off
-    smooth_k: bool = False  # keys less their mean over the sequence, which changes no probability
     gated_attention: bool = False  # sigmoid gate on each head's output
     logit_softcap: float = 0.0  # cap * tanh(logits / cap) on the final logits; 0 is off
     loss_chunk: int = 0  # tokens whose logits exist at a time; 0 is all of a micro-batch
@@ -70,6 +69,7 @@ class Config:
     # Attention: a backend is a preset of the switches below it; an unset switch takes the preset's value
     attention: Backend = "flash_bf16"  # backend of every layer that attention_override does not name
     attention_override: str = ""  # per layer, from 0: "1=standard", "1=flash_bf16+output=fp32,default=standard"
+    smooth_k: bool | None = None  # keys less their mean over the sequence, which changes no probability
     operands: str | None = None  # bf16 | fp32: inputs of the matrix products
     scores: str | None = None  # bf16 | fp32: rounding of the scores
     softcap: float | None = None  # cap * tanh(S / cap) on the attention scores; 0 is off
@@ -178,8 +178,8 @@ class Config:
     @property
     def switches(self) -> dict:
         """The attention switches that the user set, by name."""
-        names = ("operands scores softcap probs row_sum pv output delta stabilizer beta epsilon shift_cap fixed_shift "
-                 "lazy_threshold tile_q tile_k dots kernel").split()
+        names = ("smooth_k operands scores softcap probs row_sum pv output delta stabilizer beta epsilon shift_cap "
+                 "fixed_shift lazy_threshold tile_q tile_k dots kernel").split()
         chosen = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         if chosen.get("tile_k") == "full":
             chosen["tile_k"] = 0

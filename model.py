@@ -7,9 +7,6 @@ The model knows no attention backend: `attend[i](q, k, v, stats=False)` is layer
                      for k, shared by the heads (Qwen3 technical report, section 2; the idea is Henry et al. 2020)
     qk_clip          tau: after the optimizer step, W_q and W_k of a head whose largest score S in the step exceeded
                      tau shrink by sqrt(tau / S) each (MuonClip, Kimi K2 technical report, section 2.1, alpha = 1/2)
-    smooth_k         each head's keys less their mean over the sequence, which adds one number to all scores of a row
-                     and so changes no probability (SageAttention, Zhang et al. 2024, there to quantise K). What rows
-                     of dS add up to, 0 but for rounding, then meets keys without their common part
     gated_attention  O * sigmoid(X W_g), elementwise and so head-specific, X the layer's normalised input (Qiu et al.
                      2025, Gated Attention for Large Language Models, position G1)
     logit_softcap    c: final logits become c * tanh(logits / c) (Gemma 2, section 2). A soft cap on the attention
@@ -48,7 +45,6 @@ class GPTConfig:
     gelu: str = "exact"  # nanoGPT's; "tanh" is what OpenAI's GPT-2 weights were trained with
     qk_norm: bool = False
     qk_clip: float = 0.0  # tau; 0 is off
-    smooth_k: bool = False
     gated_attention: bool = False
     logit_softcap: float = 0.0  # 0 is off
     loss_chunk: int = 0  # tokens whose logits exist at a time, in training; 0 is all
@@ -76,7 +72,7 @@ class Attention(nn.Module):
 
     def __init__(self, config: GPTConfig, attend: Callable):
         super().__init__()
-        self.n_head, self.records_max, self.smooth_k = config.n_head, config.qk_clip > 0, config.smooth_k
+        self.n_head, self.records_max = config.n_head, config.qk_clip > 0
         self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd, bias=config.bias)
         self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
         self.q_norm = nn.RMSNorm(config.n_embd // config.n_head, eps=1e-6) if config.qk_norm else None
@@ -93,8 +89,6 @@ class Attention(nn.Module):
         q, k, v = self.c_attn(x).view(B, T, 3, self.n_head, C // self.n_head).permute(2, 0, 3, 1, 4)
         if self.q_norm is not None:  # in FP32, so that the scores' rounding points stay the backend's alone
             q, k = self.q_norm(q.float()).to(v.dtype), self.k_norm(k.float()).to(v.dtype)
-        if self.smooth_k:
-            k = (k.float() - k.float().mean(2, keepdim=True)).to(v.dtype)
         if self.records_max and self.training:
             y, stats = self.attend(q, k, v, stats=True, counted=0)
             with torch.no_grad():

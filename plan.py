@@ -95,7 +95,7 @@ def prepare(config: Config) -> Plan:
     if state and (lacks := {"model", "model_args", "optimizer", "scaler", "step"} - state.keys()):
         raise ConfigError(f"{config.init_from} is no checkpoint of train.py: it lacks {', '.join(sorted(lacks))}")
     for name, saved in (state or {}).get("model_args", {}).items():
-        if name not in ("dropout", "loss_chunk", "smooth_k") and getattr(model_args, name) != saved:
+        if name not in ("dropout", "loss_chunk") and getattr(model_args, name) != saved:
             raise ConfigError(f"{name}={getattr(model_args, name)!r}, but the checkpoint has {name}={saved!r}; the "
                               "model of a checkpoint cannot change")
     start = state["step"] if state else 0

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from attention.layers import changed, layer_specs, same_numerics
-from attention.op import check_inputs
+from attention.op import check_inputs, smooth_keys
 from attention.spec import BACKENDS, AttentionSpec
 
 __all__ = ["BACKENDS", "AttentionLayer", "AttentionSpec", "RowStats", "attend", "changed", "kernel_for", "layer_specs",
@@ -71,6 +71,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, rng: Tensor | N
     if rng is None:
         rng = torch.zeros(3, dtype=torch.int64, device=q.device)
     counted = -1 if counted is None else min(counted, q.shape[0])
+    if spec.smooth_k:
+        k = smooth_keys(k)
     o, _, ties, row_max, *_ = run(q, k, v, rng, spec.key, stats, counted)
     return (o, RowStats(ties, row_max)) if stats else o
 

@@ -4,6 +4,8 @@ A backend is a preset of the switches below; a switch that the user sets replace
 is therefore always fully resolved, and the run header prints it. NUMERIC POINTS, in the order of the
 forward and backward pass (paper Algorithms 1 to 3; alpha = 1/sqrt(D)):
 
+    K = K - mean of K     smooth_k    over the sequence, in FP32, cast back: adds one number to all scores of a row, and
+                                      so changes no probability; of every backend, before it (SageAttention's smooth K)
     Q, K, V, dO           operands    format of matrix-product inputs, and of P and dS in the backward pass
     S = alpha Q K^T       scores      round Q K^T, scale, round again; the backward pass rounds dP = dO V^T too
     S = c tanh(S / c)     softcap     c, or 0 for none (Gemma 2, section 2)
@@ -88,6 +90,7 @@ class AttentionSpec:
     """
 
     backend: str = "flash_bf16"
+    smooth_k: bool = False
     operands: str | None = None
     scores: str | None = None
     probs: str | None = None
@@ -119,6 +122,8 @@ class AttentionSpec:
         for name, choices in CHOICES.items():
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name}={getattr(self, name)!r} is not one of {', '.join(choices)}")
+        if not isinstance(self.smooth_k, bool):
+            raise ValueError(f"smooth_k={self.smooth_k!r} is not True or False")
         self._check_combination(preset)
         # One canonical string, for custom operators, whose arguments cannot be dataclasses; made here and not on
         # demand, so that torch.compile sees a constant.
@@ -189,8 +194,8 @@ class AttentionSpec:
         if self.backend in NO_SWITCHES:
             cap = f" softcap={self.softcap:g}" if self.softcap else ""
             how = "delta = rowsum(dP P)" if self.backend == "standard" else "fused kernel"
-            return f"{self.backend} (roundings are torch's; {how}){cap}"
-        words = [self.backend] + [f"{n}={getattr(self, n)}" for n in
+            return f"{self.backend} (roundings are torch's; {how}){cap}" + " smooth_k" * self.smooth_k
+        words = [self.backend] + ["smooth_k"] * self.smooth_k + [f"{n}={getattr(self, n)}" for n in
                                   ("operands", "scores", "probs", "row_sum", "pv", "output", "delta")]
         if self.output_heads:
             words.append("fp32_heads=" + ",".join(map(str, self.output_heads)))
@@ -220,5 +225,6 @@ SWITCHES = tuple(name for name in DEFAULTS if name not in ("backend", "kernel"))
 
 
 def has_switch(backend: str, name: str) -> bool:
-    """Whether a backend lets the user set this; every backend accepts `kernel`, which rounds nothing."""
-    return backend not in NO_SWITCHES or name == "kernel" or (name == "softcap" and backend == "standard")
+    """Whether a backend lets the user set this; every backend accepts what is not of its own arithmetic."""
+    return (backend not in NO_SWITCHES or name in ("kernel", "smooth_k")
+            or (name == "softcap" and backend == "standard"))

@@ -1,12 +1,14 @@
 """How a head's rounding errors move the largest singular value of its W_Q."""
 
+import dataclasses
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from attention.op import smooth_keys
 from attention.spec import AttentionSpec
-from diagnostics.precision import both, score_gradients
+from diagnostics.precision import both, operand, score_gradients
 from diagnostics.scene import Frame
 from diagnostics.ties import maxima
 
@@ -29,6 +31,8 @@ def pushes(frame: Frame, spec: AttentionSpec, rng: Tensor | None = None) -> tupl
 
     Scores as the spec rounds them are exact here; for no query norm and no soft cap. rng: as `emulated.trace`.
     """
+    if spec.smooth_k:  # of a run that has it they are smooth already
+        frame = dataclasses.replace(frame, k=operand(smooth_keys(frame.k), spec))
     alpha = frame.q.shape[-1] ** -0.5
     pair = both(frame.q, frame.k, frame.v, spec, frame.do, rng)
     p, k, x = pair.p, frame.k.double(), frame.x.double()

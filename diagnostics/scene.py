@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from attention import AttentionLayer, attend
+from attention.op import smooth_keys
 from attention.spec import AttentionSpec, from_key
 from diagnostics.precision import both, head_spec, operand, scores
 from diagnostics.probes import attention_inputs
@@ -50,8 +51,9 @@ class Frame:
     """One head at one step; B sequences of T tokens, head size D, width C.
 
     tokens (B, T) int64. x (B, T, C): the layer's input as its matrix product reads it. q, k, v, do (B, T, D): as the
-    attention reads them (BF16 values where operands=bf16). o (B, T, D): as the run's own backend stored it. lse (B, T):
-    L = m + log l, by the emulation. wq (D, C): the head's W_Q. All float32 but tokens.
+    attention reads them (BF16 values where operands=bf16, keys less their mean where smooth_k). o (B, T, D): as the
+    run's own backend stored it. lse (B, T): L = m + log l, by the emulation. wq (D, C): the head's W_Q. All float32 but
+    tokens.
     """
 
     step: int
@@ -158,6 +160,8 @@ def capture_heads(model: nn.Module, x: Tensor, y: Tensor, autocast, layer: int, 
         for hook in hooks:
             hook.remove()
         model.zero_grad(set_to_none=True)
+    if block.attend.spec.smooth_k:
+        seen["k"] = smooth_keys(seen["k"])
     width = block.c_attn.weight.shape[1]
     size, inputs, frames = width // block.n_head, seen["x"].detach().to(seen["q"].dtype).float(), []
     for head in heads:

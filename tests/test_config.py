@@ -199,6 +199,8 @@ def other_value(name: str):
         return not default
     if isinstance(default, int | float):
         return default + 1
+    if bool in typing.get_args(hint):
+        return True
     if float in typing.get_args(hint):
         return 2.5
     if int in typing.get_args(hint):

@@ -247,28 +247,6 @@ def test_qk_norm_keeps_the_projections_dtype():
         gpt(attend, qk_norm=True)(tokens(1, 8))
 
 
-def test_smooth_k_changes_no_probability_and_takes_the_mean_of_the_keys():
-    """Where keys share a part a hundred times their own, scores do too, and outputs and gradients stay the same."""
-    seen = {}
-
-    def attend(q, k, v, stats=False):
-        seen.update(q=q, k=k)
-        return exact(q, k, v)
-
-    x, results = torch.randn(2, 9, 64, dtype=torch.float64), []
-    x[..., 0] = 100.0  # what every token has in common
-    for smooth in (False, True):
-        model = spread(gpt(attend, smooth_k=smooth, n_layer=1)).double()
-        attn = model.transformer.h[0].attn
-        y = attn(x)
-        y.square().sum().backward()
-        results.append((y, attn.c_attn.weight.grad, seen["k"]))
-    (y, grad, raw), (y_smooth, grad_smooth, k) = results
-    assert torch.allclose(k, raw - raw.mean(2, keepdim=True), atol=1e-4) and raw.mean(2).abs().max() > 10
-    assert torch.allclose(y, y_smooth, atol=1e-4)  # made in FP32
-    assert torch.allclose(grad, grad_smooth, atol=1e-4 * grad.abs().max())
-
-
 def test_gated_attention_multiplies_each_output_by_a_sigmoid_of_the_input():
     gated = spread(gpt(gated_attention=True)).transformer.h[0].attn
     x = torch.randn(2, 9, 64)

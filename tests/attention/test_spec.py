@@ -215,7 +215,7 @@ OVERRIDES = {
     "1=standard,1=sdpa": "names layer 1 twice",
     "1=flash": "attention='flash' is no backend",
     "1=": "attention='' is no backend",
-    "1=flash_bf16+pv": "'pv' is not SWITCH=VALUE with a switch of operands, scores",
+    "1=flash_bf16+pv": "'pv' is not SWITCH=VALUE with a switch of smooth_k, operands, scores",
     "1=flash_bf16+pvv=fp32": "'pvv=fp32' is not SWITCH=VALUE",
     "1=flash_bf16+output_heads=1": "'output_heads=1' is not SWITCH=VALUE",
     "1=flash_bf16+kernel=triton": "'kernel=triton' is not SWITCH=VALUE",

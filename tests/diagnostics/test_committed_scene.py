@@ -1,6 +1,7 @@
 """The scene of the failing small run, committed with the diagnosis that was made of it: the diagnosis still says so,
 and its numbers are those of a direct computation from the tensors that the run's own kernels left."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from attention.rounding import round_bf16
 from diagnostics import diagnosis, figures
 from diagnostics import scene as scenes
 from diagnostics.precision import both, score_gradients
+from diagnostics.pushes import pushes
 from scripts import diagnose
 
 FOLDER = Path(__file__).resolve().parents[2] / "results" / "mini"
@@ -128,3 +130,16 @@ def test_what_keys_have_in_common(scene):
                       dw(error, k) / dw(exact, k), dw(error, k - mean) / dw(exact, k)])
     assert found[0] == pytest.approx([10.6, 0.994, 12.4, 0.951, 74, 12.6], rel=0.02)
     assert found[1] == pytest.approx([12.8, 0.982, 0.99, 0.953, 9.1, 6.7], rel=0.02)
+
+
+def test_pushes_of_smooth_keys(scene):
+    """What the same weights and dO would have made of keys less their mean: fewer ties, and less of an error of dW_Q.
+    The exact gradient is another one, as scores are rounded to BF16 before."""
+    found = []
+    for frame in scene.frames:
+        (plain, (_, error)), (smooth, (exact, less)) = (
+            pushes(frame, dataclasses.replace(scene.spec, smooth_k=on)) for on in (False, True))
+        found.append([(less.norm() / error.norm()).item(), (less.norm() / exact.norm()).item(),
+                      plain.tied.mean().item(), smooth.tied.mean().item()])
+    assert found[0] == pytest.approx([0.30, 89, 0.36, 0.14], rel=0.05)
+    assert found[1] == pytest.approx([0.56, 3.9, 0.109, 0.0078], rel=0.05)

@@ -93,7 +93,7 @@ def test_ties_and_maxima(switches, tile):
 
 
 def test_key_means():
-    """The mean key of a sequence over the root mean square of what its keys differ from it by; none of smooth keys."""
+    """The mean key of a sequence over the root mean square of what its keys differ from it by, before smooth_k."""
     model, idx = planted(), tokens()
     with attention_inputs(model.eval()) as inputs, AUTOCAST:
         model(idx)
@@ -104,9 +104,9 @@ def test_key_means():
         own = np.sqrt(np.square(k - mean).sum(-1).mean(-1))
         expected = (np.sqrt(np.square(mean).sum(-1))[..., 0] / own).mean(0)
         assert values[f"probe/key_mean_head/layer{i}"] == pytest.approx(expected, rel=1e-3) and expected.min() > 0.01
-    for block in model.transformer.h:
-        block.attn.smooth_k = True
-    assert max(probe(model, idx, AUTOCAST)["probe/key_mean_head/layer1"]) < 1e-6
+    smooth = probe(planted(smooth_k=True), idx, AUTOCAST)
+    assert smooth["probe/key_mean_head/layer0"] == values["probe/key_mean_head/layer0"]
+    assert smooth["probe/row_max/layer0"] != values["probe/row_max/layer0"]
 
 
 def test_wq_norms():
