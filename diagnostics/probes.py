@@ -63,8 +63,8 @@ def measure(model: nn.Module, idx: Tensor, autocast) -> Tensor:
 
     By layer and head: the share of score rows whose maximum repeats within a key tile (paper Algorithm 3, rs > 1), the
     largest score, the spectral norm of W_Q, and the length of a sequence's mean key over the root mean square length of
-    keys less it, averaged over sequences (before smooth_k). The mean key adds the same to all scores of a row, so it
-    changes no probability and has no gradient of its own but what rounding leaves over.
+    keys less it, of the sequence where that is the largest (before smooth_k). The mean key adds the same to all scores
+    of a row, so it changes no probability and has no gradient of its own but what rounding leaves over.
     """
     training = model.training
     model.eval()
@@ -79,7 +79,7 @@ def measure(model: nn.Module, idx: Tensor, autocast) -> Tensor:
     keys = torch.stack([inputs[i][1] for i in range(len(layers))]).float()  # (layer, B, H, T, D)
     common = keys.mean(3, keepdim=True)
     own = (keys - common).square().sum(-1).mean(-1).sqrt()
-    shared = (common.norm(dim=-1).squeeze(-1) / own).double().mean(1)
+    shared = (common.norm(dim=-1).squeeze(-1) / own).double().amax(1)
     return torch.stack([(ties > 1).double().mean((1, 3)), row_max.double().amax((1, 3)), norms, shared])
 
 
