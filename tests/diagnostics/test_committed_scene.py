@@ -132,6 +132,33 @@ def test_what_keys_have_in_common(scene):
     assert found[1] == pytest.approx([12.8, 0.982, 0.99, 0.953, 9.1, 6.7], rel=0.02)
 
 
+def test_what_differs_lies_along_the_same_line(scene):
+    """The same page, what its cosines do not tell: keys differ along their mean too, so that softmax does see q there,
+    and the mean key moves with the rest of W_K, whose inputs have most of their length in common."""
+    found = []
+    for frame in scene.frames:
+        q, k, x = frame.q.double(), frame.k.double(), frame.x.double()
+        own, flat = k - k.mean(1, keepdim=True), x.flatten(0, 1)
+        mean = torch.nn.functional.normalize(k.mean((0, 1)), dim=0)
+        along = torch.linalg.svd(frame.wq.double(), full_matrices=False)[0][:, 0]
+        pair = both(frame.q, frame.k, frame.v, scene.spec, frame.do)
+        dp = frame.do.double() @ frame.v.double().mT
+        exact = k.shape[-1] ** -0.5 * pair.p * (dp - pair.delta_hp[..., None])
+        error = score_gradients(frame.q, frame.k, frame.v, frame.do, pair, scene.spec) - exact
+        scores = [(q @ keys.mT * k.shape[-1] ** -0.5).tril().max().item() for keys in (k, own)]
+        lines = [torch.linalg.svd((ds @ k).flatten(0, 1).mT @ flat)[0][:, 0] for ds in (exact, error)]
+        steps = [(ds.mT @ q).flatten(0, 1).mT @ flat for ds in (exact, error)]  # of W_K
+        common = x.mean(1, keepdim=True)
+        moved = [(common @ dw.mT).norm(dim=-1).mean() / ((x - common) @ dw.mT).square().sum(-1).mean().sqrt()
+                 for dw in steps]
+        first = torch.linalg.svd(own.flatten(0, 1), full_matrices=False)[2][0]
+        found.append([((own @ mean).norm() / own.norm()).item() ** 2, (first @ along).abs().item(),
+                      *((line @ mean).abs().item() for line in lines), *(one.item() for one in moved), *scores,
+                      (torch.linalg.matrix_norm(steps[1], 2) / torch.linalg.matrix_norm(steps[0], 2)).item()])
+    assert found[0] == pytest.approx([0.983, 0.990, 0.12, 0.9998, 2.0, 16.8, 32_237, 6_960, 1.2], rel=0.05)
+    assert found[1] == pytest.approx([0.982, 0.996, 0.992, 0.995, 1.6, 18.9, 38_605, 47_037, 42], rel=0.05)
+
+
 def test_pushes_of_smooth_keys(scene):
     """What the same weights and dO would have made of keys less their mean: fewer ties, and less of an error of dW_Q.
     The exact gradient is another one, as scores are rounded to BF16 before."""
