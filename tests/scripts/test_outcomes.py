@@ -403,6 +403,7 @@ def test_a_run_of_a_commit_without_a_key_does_not_go_on_with_it(tmp_path):
     before = {key: value for key, value in as_dict(load([])).items() if key != "smooth_k"}
     run = write_run(tmp_path / "run", steps=5, **before)
     arms.check_begun(run, [])
+    arms.check_begun(write_run(tmp_path / "models", steps=5, **before, smooth_k=False), [])  # None is the same now
     with pytest.raises(ConfigError, match="begun with smooth_k=False, and this command says True"):
         arms.check_begun(run, ["--smooth_k=True"])
 
