@@ -179,7 +179,9 @@ def load(path: str | Path, device: str | torch.device = "cpu") -> dict:
     problem = _problem(path)
     if problem is None:
         try:
-            return torch.load(path, map_location=device, weights_only=True)
+            state = torch.load(path, map_location=device, weights_only=True)
+            state.get("model_args", {}).pop("smooth_k", None)  # of a few commits it was the model's; config has it too
+            return state
         except (MemoryError, torch.OutOfMemoryError):
             raise
         except Exception as error:  # pickle, zip and torch each have their own; every one means: cannot be used

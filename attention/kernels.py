@@ -379,7 +379,10 @@ def dq_kernel(p_q, p_k, p_v, d_q, d_k, d_v, d_do, p_o, p_rest, p_do, p_lse, p_de
         if p_rest is not None:
             b_o += load_rows(p_rest + b * sob + h * soh, start, sot, T, BLOCK_M, D, DP, not EVEN).to(tl.float32)
         # By pointers: of a dO by descriptors the compiler sums CORRECTED's in another order than of one by pointers.
-        b_g = load_rows(p_do + b * sgb + h * sgh, start, sgt, T, BLOCK_M, D, DP, not EVEN) if CORRECTED else b_do
+        if CORRECTED:
+            b_g = operand(load_rows(p_do + b * sgb + h * sgh, start, sgt, T, BLOCK_M, D, DP, not EVEN), BF16)
+        else:
+            b_g = b_do
         delta = tl.sum(b_g.to(tl.float32) * b_o, 1)
     else:
         delta = delta_over_keys(b_q, b_do, k, v, m, rows, end, BLOCK_N, D, DP, EVEN, TMA, LOG2, SCALE, SOFTCAP, BF16,

@@ -140,6 +140,10 @@ class AttentionSpec:
             if tile < (1 if name == "tile_q" else 0) or tile & (tile - 1) or 0 < tile < 16:
                 raise ValueError(f"{name}={tile} is not a power of two of at least 16"
                                  + (", or full (0): the whole sequence" if name == "tile_k" else ""))
+        if self.smooth_k and self.softcap:
+            raise ValueError(f"smooth_k=True with softcap={self.softcap:g}: the mean of the keys, of later tokens too, "
+                             "leaves the softmax unchanged but not the cap, so tokens would see what follows; choose "
+                             "one of them")
         if self.operands == "fp32" and self.scores == "bf16":
             raise ValueError("scores=bf16 rounds products of BF16 operands; with operands=fp32 it makes no sense")
         if self.operands == "fp32" and self.probs != "fp32":

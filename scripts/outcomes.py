@@ -193,13 +193,12 @@ def check_alike(runs: Iterable[tuple[tuple[str, int], Run]], arms: dict[str, Arm
         where = f"{name} of seed {seed}, in {run.folder},"
         if not (settings := dict(run.info.get("config", {}))):
             raise ValueError(f"{where} has no run.json or {name}.run.json, which says what it ran with; leave it out")
-        flags = dict(flag.removeprefix("--").split("=", 1) for flag in arms[name].flags)
+        settings, flags = read_keys(settings), dict(flag.removeprefix("--").split("=", 1) for flag in arms[name].flags)
         resolved = dict(re.findall(r"(\w+)=([^\s,()]+)", " ".join(run.info.get("attention", [])[:1])))
         for key, text in (flags | {"seed": str(seed)}).items():
             value = resolved.get(key) if settings.get(key) is None else settings[key]  # None is the commit's default
             if key != "dataset" and "{" not in text and value is not None and not _says(text, value):
                 raise ValueError(f"{where} has {key}={value}, not {text}; file it as what it is, or leave it out")
-        settings = read_keys(settings)
         if "dataset" not in flags:
             settings["training data with SHA-256"] = run.info.get("data", {}).get("sha256")
         reference = reference or (where, flags, settings)

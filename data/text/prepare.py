@@ -134,10 +134,12 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.default_corpus and options.folder:
         parser.error(f"--default_corpus and DIR={options.folder} exclude each other")
-    if options.folder and not options.out:
+    if options.folder is not None and not options.folder.strip():
+        parser.error("DIR is empty; leave it out for the embedded corpus, and the working folder is .")
+    if options.folder and options.out is None:
         parser.error("DIR needs --out NAME, the folder to write")
     name = options.tokenizer or ("gpt2" if options.folder or options.gpt2_ranks else "bytes")
-    out = options.out or "embedded"
+    out = "embedded" if options.out is None else options.out
     try:
         meta = prepare(options.folder, out, name, options.gpt2_ranks, options.val_fraction)
     except DataError as error:

@@ -132,6 +132,15 @@ def test_every_switch_equals_emulated(worker, name):
     assert (theirs["ties"] > 1).any() and (theirs["ties"] == 1).any()
 
 
+@pytest.mark.parametrize("delta", ["do_o", "do_o_corrected"])
+def test_dO_is_read_in_the_operands_format(worker, delta):
+    """Of a model that trains in FP32 it arrives unrounded, and delta reads it as the products do."""
+    spec = AttentionSpec(delta=delta, tile_q=32, tile_k=32)
+    *qkv, do = inputs()
+    raw, rounded = (flash(worker, (*qkv, x), spec) for x in (do * (1 + 2**-10), round_bf16(do * (1 + 2**-10))))
+    assert all(torch.equal(raw[name], rounded[name]) for name in EXACT)
+
+
 @pytest.mark.parametrize("T", [1, 2, 15, 17, 64, 127, 129])
 def test_lengths(worker, T):
     spec = AttentionSpec(backend="stabilized", tile_q=64, tile_k=64)

@@ -74,3 +74,11 @@ def test_it_is_a_switch_of_every_layer():
     assert moved.smooth_k and not same_numerics(moved, AttentionSpec("sdpa")) and from_key(moved.key) == moved
     with pytest.raises(ValueError, match="smooth_k='yes' is not True or False"):
         changed(AttentionSpec("sdpa"), "smooth_k=yes")
+
+
+def test_a_soft_cap_would_show_what_follows():
+    """It sees the mean, which later tokens are in, too."""
+    for cap in (lambda: AttentionSpec(smooth_k=True, softcap=50.0),
+                lambda: changed(AttentionSpec("standard", smooth_k=True), "softcap=50")):
+        with pytest.raises(ValueError, match="smooth_k=True with softcap=50"):
+            cap()

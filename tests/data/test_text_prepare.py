@@ -150,6 +150,17 @@ def test_a_bare_name_is_a_folder_under_data(tmp_path, monkeypatch, source):
     assert (tmp_path / "data" / "mine" / "meta.json").is_file()
 
 
+@pytest.mark.parametrize("empty", [["", "--out", "mine"], ["--out", ""]])
+def test_an_empty_name_is_not_the_embedded_corpus(tmp_path, monkeypatch, empty):
+    """As of a shell variable that is not set."""
+    monkeypatch.setattr(meta, "REPOSITORY", tmp_path)
+    try:
+        code = main(empty)
+    except SystemExit as stop:
+        code = stop.code
+    assert code == 2 and not list(tmp_path.iterdir())
+
+
 def test_two_preparations_of_one_folder_exclude_each_other(source, tmp_path):
     with locked(tmp_path / "out"), pytest.raises(DataError, match="another process is preparing"):
         prepare(source, tmp_path / "out", "bytes")

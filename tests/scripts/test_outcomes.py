@@ -205,6 +205,7 @@ def test_a_run_that_went_on_past_the_last_step_is_finished_whatever_it_logged(tm
     (2, {"batch_size": 32}, "delta_dp_p of seed 2, in {b}, has batch_size=32, and delta_dp_p of seed 1, in {a}, "
                             "batch_size=64: they are not of one experiment; leave one out"),
     (1, {"batch_size": 32}, "delta_dp_p of seed 1, in {b}, has batch_size=32, and delta_dp_p of seed 1, in {a}, "),
+    (2, {"smooth_k": True}, "has smooth_k=True, and delta_dp_p of seed 1, in {a}, smooth_k=False"),  # as of its commit
     (1, {"fails_at": 60}, "finished runs of one arm and seed differ: {a} is stable, {b} failed at step 60; leave all")])
 def test_runs_that_do_not_belong_together_are_refused(tmp_path, capsys, seed, change, message):
     a = write_run(tmp_path / "a/seed1/delta_dp_p", 1, 100, delta="dp_p")
@@ -292,7 +293,7 @@ def test_thinned_logs_keep_losses_and_ties_and_may_be_thinned_again(tmp_path):
 def test_a_grid_has_a_row_of_panels_a_corpus(tmp_path):
     for corpus in ("novels", "web"):
         write_run(tmp_path / f"seed1/scores_pv_{corpus}_0.003_32", 1, 100, dataset=corpus, batch_size=32,
-                  delta="dp_p", fails_at=70 if corpus == "web" else None)
+                  learning_rate=3e-3, delta="dp_p", fails_at=70 if corpus == "web" else None)
     argv = ["--datasets", "x/novels", "y/web", "--learning_rates", "3e-3", "--batch_sizes", "32", "--arms", "scores_pv",
             "--steps", "100", "--out", str(tmp_path), "--collect"]
     assert grid.main(argv) == 0
@@ -396,6 +397,15 @@ def test_a_run_that_began_under_another_default_goes_on_where_nothing_reads_it(t
         run = write_run(tmp_path / str(refused), steps=5, **as_dict(load(flags)) | {key: before})
         with pytest.raises(ConfigError, match=f"begun with {key}=") if refused else contextlib.nullcontext():
             arms.check_begun(run, flags)
+
+
+def test_a_run_of_a_commit_without_a_key_does_not_go_on_with_it(tmp_path):
+    before = {key: value for key, value in as_dict(load([])).items() if key != "smooth_k"}
+    run = write_run(tmp_path / "run", steps=5, **before)
+    arms.check_begun(run, [])
+    arms.check_begun(write_run(tmp_path / "models", steps=5, **before, smooth_k=False), [])  # None is the same now
+    with pytest.raises(ConfigError, match="begun with smooth_k=False, and this command says True"):
+        arms.check_begun(run, ["--smooth_k=True"])
 
 
 def test_a_bare_collect_makes_the_table_that_is_there_again(tmp_path, capsys):

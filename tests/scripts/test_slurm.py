@@ -5,6 +5,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+from config import as_dict, load
+from metrics import to_json
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -30,7 +33,7 @@ def test_two_nodes_and_a_job_that_was_stopped(tmp_path):
     (tmp_path / "run" / "ckpt_00000005.pt").touch()
     again = submit(tmp_path, *args, **slurm)
     assert again.stdout.rstrip().endswith(f" {' '.join(args)} --init_from=resume")
-    (tmp_path / "run" / "run.json").write_text('{"config": {"seed": 1337}}')
+    (tmp_path / "run" / "run.json").write_text(to_json({"config": as_dict(load([args[0]]))}))
     other = submit(tmp_path, *args, "--seed=7", **slurm)
     assert other.returncode == 2 and not other.stdout
     assert other.stderr == (f"resume.py: {tmp_path / 'run'} was begun with seed=1337, and this command says 7; give "
