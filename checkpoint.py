@@ -179,9 +179,7 @@ def load(path: str | Path, device: str | torch.device = "cpu") -> dict:
     problem = _problem(path)
     if problem is None:
         try:
-            state = torch.load(path, map_location=device, weights_only=True)
-            state.get("model_args", {}).pop("smooth_k", None)  # of a few commits it was the model's; config has it too
-            return state
+            return torch.load(path, map_location=device, weights_only=True)
         except (MemoryError, torch.OutOfMemoryError):
             raise
         except Exception as error:  # pickle, zip and torch each have their own; every one means: cannot be used

@@ -160,15 +160,6 @@ def test_resume_cannot_leave_the_recorded_order(runner):
     assert "holds the order that this run recorded so far" in run.stderr
 
 
-def test_a_checkpoint_whose_model_had_smooth_k_goes_on(runner):
-    """As of commits where it was no switch of the attention."""
-    first = runner("first", max_iters=3)
-    state = checkpoint.load(path := first.out / "ckpt_00000003.pt")
-    state["model_args"]["smooth_k"] = False
-    torch.save(state, path)
-    assert runner("first", init_from="resume").code == 0
-
-
 def test_a_checkpoint_goes_on_in_float16(runner):
     """A remedy that users report: the same weights, another format; the loss scale starts anew."""
     first = runner("first", attention="standard", max_iters=3)
