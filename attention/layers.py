@@ -98,8 +98,6 @@ def _parse_switch(text: str, origin: str) -> tuple[str, object]:
                          f"{', '.join(s for s in SWITCHES if s != 'output_heads')}")
     if name in CHOICES:
         return name, value
-    if name == "smooth_k":
-        return name, {"True": True, "False": False}.get(value, value)
     try:
         return name, parse_tile(value) if name.startswith("tile") else float(value)
     except ValueError:

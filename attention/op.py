@@ -16,10 +16,10 @@ Three = tuple[Tensor, Tensor, Tensor]
 Five = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
-def smooth_keys(k: Tensor) -> Tensor:
-    """k (..., T, D) less its mean over the tokens, in FP32 at least, in k's dtype."""
+def smooth_keys(k: Tensor, share: float) -> Tensor:
+    """k (..., T, D) less a share of its mean over the tokens, in FP32 at least, in k's dtype."""
     wide = k.to(torch.promote_types(k.dtype, torch.float32))
-    return (wide - wide.mean(-2, keepdim=True)).to(k.dtype)
+    return (wide - share * wide.mean(-2, keepdim=True)).to(k.dtype)
 
 
 def output_like(q: Tensor, fp32: bool) -> Tensor:

@@ -4,8 +4,9 @@ A backend is a preset of the switches below; a switch that the user sets replace
 is therefore always fully resolved, and the run header prints it. NUMERIC POINTS, in the order of the
 forward and backward pass (paper Algorithms 1 to 3; alpha = 1/sqrt(D)):
 
-    K = K - mean of K     smooth_k    over the sequence, in FP32, cast back: adds one number to all scores of a row, and
-                                      so changes no probability; of every backend, before it (SageAttention's smooth K)
+    K = K - s mean of K   smooth_k    s times the mean over the sequence, in FP32, cast back: adds one number to all
+                                      scores of a row, and so changes no probability. Of every backend, before it; 1 is
+                                      SageAttention's smooth K, and below 0 the mean becomes longer than it is
     Q, K, V, dO           operands    format of matrix-product inputs, and of P and dS in the backward pass
     S = alpha Q K^T       scores      round Q K^T, scale, round again; the backward pass rounds dP = dO V^T too
     S = c tanh(S / c)     softcap     c, or 0 for none (Gemma 2, section 2)
@@ -90,7 +91,7 @@ class AttentionSpec:
     """
 
     backend: str = "flash_bf16"
-    smooth_k: bool = False
+    smooth_k: float = 0.0
     operands: str | None = None
     scores: str | None = None
     probs: str | None = None
@@ -122,8 +123,10 @@ class AttentionSpec:
         for name, choices in CHOICES.items():
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name}={getattr(self, name)!r} is not one of {', '.join(choices)}")
-        if not isinstance(self.smooth_k, bool):
-            raise ValueError(f"smooth_k={self.smooth_k!r} is not True or False")
+        if not -100 <= self.smooth_k <= 1 or 0 < abs(self.smooth_k) < SMALLEST:
+            raise ValueError(f"smooth_k={self.smooth_k} is the share of the mean key that is taken out, at most 1, and "
+                             "from -100 on where it is added")
+        object.__setattr__(self, "smooth_k", float(self.smooth_k))
         self._check_combination(preset)
         # One canonical string, for custom operators, whose arguments cannot be dataclasses; made here and not on
         # demand, so that torch.compile sees a constant.
@@ -141,9 +144,9 @@ class AttentionSpec:
                 raise ValueError(f"{name}={tile} is not a power of two of at least 16"
                                  + (", or full (0): the whole sequence" if name == "tile_k" else ""))
         if self.smooth_k and self.softcap:
-            raise ValueError(f"smooth_k=True with softcap={self.softcap:g}: the mean of the keys, of later tokens too, "
-                             "leaves the softmax unchanged but not the cap, so tokens would see what follows; choose "
-                             "one of them")
+            raise ValueError(f"smooth_k={self.smooth_k:g} with softcap={self.softcap:g}: the mean of the keys, of "
+                             "later tokens too, leaves the softmax unchanged but not the cap, so tokens would see what "
+                             "follows; choose one of them")
         if self.operands == "fp32" and self.scores == "bf16":
             raise ValueError("scores=bf16 rounds products of BF16 operands; with operands=fp32 it makes no sense")
         if self.operands == "fp32" and self.probs != "fp32":
@@ -195,11 +198,12 @@ class AttentionSpec:
 
     def describe(self) -> str:
         """One line for the run header: the backend and every rounding it does."""
+        smooth = f" smooth_k={self.smooth_k:g}" if self.smooth_k else ""
         if self.backend in NO_SWITCHES:
             cap = f" softcap={self.softcap:g}" if self.softcap else ""
             how = "delta = rowsum(dP P)" if self.backend == "standard" else "fused kernel"
-            return f"{self.backend} (roundings are torch's; {how}){cap}" + " smooth_k" * self.smooth_k
-        words = [self.backend] + ["smooth_k"] * self.smooth_k + [f"{n}={getattr(self, n)}" for n in
+            return f"{self.backend} (roundings are torch's; {how}){cap}" + smooth
+        words = [self.backend + smooth] + [f"{n}={getattr(self, n)}" for n in
                                   ("operands", "scores", "probs", "row_sum", "pv", "output", "delta")]
         if self.output_heads:
             words.append("fp32_heads=" + ",".join(map(str, self.output_heads)))

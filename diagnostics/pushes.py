@@ -29,10 +29,11 @@ class Pushes(NamedTuple):
 def pushes(frame: Frame, spec: AttentionSpec, rng: Tensor | None = None) -> tuple[Pushes, Tensor]:
     """Pushes, and (2, D, C) of all sequences together: the exact dW_Q, and what everything rounded adds to it.
 
-    Scores as the spec rounds them are exact here; for no query norm and no soft cap. rng: as `emulated.trace`.
+    Scores as the spec rounds them are exact here; for no query norm and no soft cap. rng: as `emulated.trace`. The
+    frame's keys are as the run read them; smooth_k is the share of their mean that is taken out further.
     """
-    if spec.smooth_k:  # of a run that has it they are smooth already
-        frame = dataclasses.replace(frame, k=operand(smooth_keys(frame.k), spec))
+    if spec.smooth_k:
+        frame = dataclasses.replace(frame, k=operand(smooth_keys(frame.k, spec.smooth_k), spec))
     alpha = frame.q.shape[-1] ** -0.5
     pair = both(frame.q, frame.k, frame.v, spec, frame.do, rng)
     p, k, x = pair.p, frame.k.double(), frame.x.double()

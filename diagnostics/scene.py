@@ -51,7 +51,7 @@ class Frame:
     """One head at one step; B sequences of T tokens, head size D, width C.
 
     tokens (B, T) int64. x (B, T, C): the layer's input as its matrix product reads it. q, k, v, do (B, T, D): as the
-    attention reads them (BF16 values where operands=bf16, keys less their mean where smooth_k). o (B, T, D): as the
+    attention reads them (BF16 values where operands=bf16, keys less what smooth_k takes out). o (B, T, D): as the
     run's own backend stored it. lse (B, T): L = m + log l, by the emulation. wq (D, C): the head's W_Q. All float32 but
     tokens.
     """
@@ -161,7 +161,7 @@ def capture_heads(model: nn.Module, x: Tensor, y: Tensor, autocast, layer: int, 
             hook.remove()
         model.zero_grad(set_to_none=True)
     if block.attend.spec.smooth_k:
-        seen["k"] = smooth_keys(seen["k"])
+        seen["k"] = smooth_keys(seen["k"], block.attend.spec.smooth_k)
     width = block.c_attn.weight.shape[1]
     size, inputs, frames = width // block.n_head, seen["x"].detach().to(seen["q"].dtype).float(), []
     for head in heads:

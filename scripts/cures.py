@@ -42,9 +42,9 @@ ARMS = {
     **{name: ISOLATION[name] for name in EXACTER},
     "qk_norm": Arm(("--qk_norm=True",)),
     "qk_clip_100": Arm(("--qk_clip=100",)),
-    "smooth_k": Arm(("--smooth_k=True",)),
-    "fa2_smooth_k": Arm(("--attention=flash_fa2", "--smooth_k=True")),
-    "sdpa_smooth_k": Arm(("--attention=sdpa", "--smooth_k=True")),
+    "smooth_k": Arm(("--smooth_k=1",)),
+    "fa2_smooth_k": ISOLATION["fa2_smooth_k"],
+    "sdpa_smooth_k": Arm(("--attention=sdpa", "--smooth_k=1")),
     "gated_attention": Arm(("--gated_attention=True",)),
     "softcap_50": Arm(("--softcap=50",)),
     "logit_softcap_30": Arm(("--logit_softcap=30",)),  # of the final logits; 50 and 30 are Gemma 2's

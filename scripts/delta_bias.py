@@ -20,6 +20,7 @@ makes that again from an --out, and nothing else.
 """
 
 import argparse
+import dataclasses
 import json
 import math
 import sys
@@ -65,6 +66,9 @@ def check(config: Config, plan: Plan, paths: list[Path], layer: int, heads: list
                 raise ConfigError("what is measured holds for scores q k / sqrt(D) with q = W_Q x, and "
                                   f"{'the run' if change == 'run' else '--numerics ' + change} has "
                                   f"{'qk_norm' if config.qk_norm else 'softcap'} between them")
+            if spec.smooth_k == 1 != _changed(spec, change).smooth_k:
+                raise ConfigError(f"--numerics {change}: the run's keys have lost their mean (smooth_k=1), and it "
+                                  "cannot be given back; leave smooth_k out")
     if plan.order and rows > plan.order.rows:
         raise ConfigError(f"--sequences={sequences} need the rows of {rows} steps, and {plan.order.rows} were recorded;"
                           " choose fewer")
@@ -94,7 +98,7 @@ def measure(run: Path, steps: str, layer: int, heads: list[int] | None, sequence
                 layers[layer].rng[2].fill_(at * config.sequences_per_step + part)  # no draw twice, or t is too large
                 for head, frame in zip(heads, frames, strict=True):
                     for change in numerics:
-                        spec = head_spec(_changed(layers[layer].spec, change), head)
+                        spec = head_spec(_further(layers[layer].spec, _changed(layers[layer].spec, change)), head)
                         one, matrices = pushes(frame, spec, layers[layer].rng)
                         sums[head, change] += matrices
                         found[head, change].append(one)
@@ -169,6 +173,13 @@ def draw_again(out: Path) -> None:
         raise ConfigError(f"{out} is no --out of this script ({error!r}); give one") from None
     raise ConfigError(f"{out} is from before this script measured error_share, so there is nothing to draw; measure "
                       f"the run again: scripts/delta_bias.py RUN {again}")
+
+
+def _further(read: AttentionSpec, spec: AttentionSpec) -> AttentionSpec:
+    """spec with the share of the mean that it takes out of keys which `read` has read, of which the mean is 1 -
+    read.smooth_k of what it was."""
+    left = 1 - read.smooth_k
+    return dataclasses.replace(spec, smooth_k=(spec.smooth_k - read.smooth_k) / left if left else 0.0)
 
 
 def _changed(spec: AttentionSpec, change: str) -> AttentionSpec:

@@ -33,7 +33,7 @@ from scripts.targets import check_targets, named
 from stop import EXIT_SIGINT
 
 RECORDED = "flash_bf16"
-ARMS = ("flash_bf16:delta=dp_p", "flash_bf16:smooth_k=True", "flash_fa2", "sdpa", "stabilized", "standard",
+ARMS = ("flash_bf16:delta=dp_p", "flash_bf16:smooth_k=1", "flash_fa2", "sdpa", "stabilized", "standard",
         "flash_fp32")
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from attention import AttentionSpec
+from attention.op import smooth_keys
 from replay.switches import Switch
 from scripts import delta_bias
 from tests.scripts.test_diagnose import flags, run  # noqa: F401  the fixtures
@@ -115,3 +116,17 @@ def test_a_run_with_something_between_w_q_and_the_scores_is_refused(run, monkeyp
     monkeypatch.setattr(delta_bias, "open_run", lambda *_: (config, plan))
     assert delta_bias.main([str(run), "--device", "cpu"]) == 2
     assert f"the run has {option} between them" in capsys.readouterr().err
+
+
+def test_smooth_k_goes_on_from_what_the_run_took_out(run, monkeypatch, capsys):  # noqa: F811
+    """Keys as the run read them, less the further share, are keys less all of it; a mean that is gone stays gone."""
+    k = torch.randn(2, 9, 4, dtype=torch.float64) + 3
+    for had, wanted in ((0.0, 1.0), (-1.0, 0.5), (0.25, -3.0), (1.0, 1.0)):
+        read, spec = (AttentionSpec(smooth_k=share) for share in (had, wanted))
+        further = delta_bias._further(read, spec).smooth_k
+        assert torch.allclose(smooth_keys(smooth_keys(k, had), further), smooth_keys(k, wanted))
+    config, plan = delta_bias.open_run(run)
+    plan.specs[:] = [dataclasses.replace(spec, smooth_k=1) for spec in plan.specs]
+    monkeypatch.setattr(delta_bias, "open_run", lambda *_: (config, plan))
+    assert delta_bias.main([str(run), "--device", "cpu", "--numerics", "run", "smooth_k=0"]) == 2
+    assert "--numerics smooth_k=0: the run's keys have lost their mean" in capsys.readouterr().err

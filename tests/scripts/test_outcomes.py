@@ -205,7 +205,7 @@ def test_a_run_that_went_on_past_the_last_step_is_finished_whatever_it_logged(tm
     (2, {"batch_size": 32}, "delta_dp_p of seed 2, in {b}, has batch_size=32, and delta_dp_p of seed 1, in {a}, "
                             "batch_size=64: they are not of one experiment; leave one out"),
     (1, {"batch_size": 32}, "delta_dp_p of seed 1, in {b}, has batch_size=32, and delta_dp_p of seed 1, in {a}, "),
-    (2, {"smooth_k": True}, "has smooth_k=True, and delta_dp_p of seed 1, in {a}, smooth_k=False"),  # as of its commit
+    (2, {"smooth_k": True}, "has smooth_k=1.0, and delta_dp_p of seed 1, in {a}, smooth_k=0.0"),  # as of its commit
     (1, {"fails_at": 60}, "finished runs of one arm and seed differ: {a} is stable, {b} failed at step 60; leave all")])
 def test_runs_that_do_not_belong_together_are_refused(tmp_path, capsys, seed, change, message):
     a = write_run(tmp_path / "a/seed1/delta_dp_p", 1, 100, delta="dp_p")
@@ -403,9 +403,9 @@ def test_a_run_of_a_commit_without_a_key_does_not_go_on_with_it(tmp_path):
     before = {key: value for key, value in as_dict(load([])).items() if key != "smooth_k"}
     run = write_run(tmp_path / "run", steps=5, **before)
     arms.check_begun(run, [])
-    arms.check_begun(write_run(tmp_path / "models", steps=5, **before, smooth_k=False), [])  # None is the same now
-    with pytest.raises(ConfigError, match="begun with smooth_k=False, and this command says True"):
-        arms.check_begun(run, ["--smooth_k=True"])
+    arms.check_begun(write_run(tmp_path / "models", steps=5, **before, smooth_k=False), [])  # as of its commit
+    with pytest.raises(ConfigError, match=r"begun with smooth_k=0\.0, and this command says 1\.0"):
+        arms.check_begun(run, ["--smooth_k=1"])
 
 
 def test_a_bare_collect_makes_the_table_that_is_there_again(tmp_path, capsys):
