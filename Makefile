@@ -36,7 +36,7 @@ lint: $(READY)  ## style
 	$(PY) -m ruff check .
 
 DATASET ?= mini
-reproduce: $(READY)  ## the small run whose W_Q runs away, and other arms on its batches, on a GPU; DATASET=FOLDER
+reproduce: $(READY)  ## the small run whose scores run away, and other arms on its batches, on a GPU; DATASET=FOLDER
 	$(PY) scripts/reproduce_mini.py --dataset $(DATASET)
 
 bench: $(READY)  ## attention kernels beside torch's, on a GPU

@@ -69,7 +69,7 @@ class Config:
     # Attention: a backend is a preset of the switches below it; an unset switch takes the preset's value
     attention: Backend = "flash_bf16"  # backend of every layer that attention_override does not name
     attention_override: str = ""  # per layer, from 0: "1=standard", "1=flash_bf16+output=fp32,default=standard"
-    smooth_k: float | None = None  # share of the keys' mean over the sequence that is taken out: 1 is all of it
+    smooth_k: float | None = None  # share of the keys' mean over tokens that is taken out: 1 is all; -1 doubles it
     operands: str | None = None  # bf16 | fp32: inputs of the matrix products
     scores: str | None = None  # bf16 | fp32: rounding of the scores
     softcap: float | None = None  # cap * tanh(S / cap) on the attention scores; 0 is off

@@ -48,7 +48,7 @@ def layer_specs(n_layer: int, n_head: int, backend: str, switches: dict | None =
                              f"that (stabilizer={', '.join(sorted({s.stabilizer for s in layers}))})")
         if name not in used:
             raise ValueError(f"{name}={value!r} changes nothing: no layer's backend "
-                             f"({', '.join(sorted({s.backend for s in layers}))}) has that switch")
+                             f"({', '.join(sorted({s.backend for s in layers}))}) has that switch; a flash one has")
     return layers
 
 

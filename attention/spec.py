@@ -124,8 +124,8 @@ class AttentionSpec:
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name}={getattr(self, name)!r} is not one of {', '.join(choices)}")
         if not -100 <= self.smooth_k <= 1 or 0 < abs(self.smooth_k) < SMALLEST:
-            raise ValueError(f"smooth_k={self.smooth_k} is the share of the mean key that is taken out, at most 1, and "
-                             "from -100 on where it is added")
+            raise ValueError(f"smooth_k={self.smooth_k} must be from -100 to 1: the share of the keys' mean that is "
+                             "taken out, 1 for all of it; below 0 it is added")
         object.__setattr__(self, "smooth_k", float(self.smooth_k))
         self._check_combination(preset)
         # One canonical string, for custom operators, whose arguments cannot be dataclasses; made here and not on

@@ -25,7 +25,7 @@ EXACTER = ("delta_dp_p", "delta_dp_p_normalized", "delta_corrected", "o_exact_de
            "fa2_delta_exact")
 
 ARMS = {
-    **{name: ISOLATION[name] for name in ("flash_bf16", "flash_fp32", "flash_fa2", "standard")},
+    **{name: ISOLATION[name] for name in ("flash_bf16", "flash_fp32", "flash_fa2", "sdpa", "standard")},
     "stabilized": Arm(("--attention=stabilized",), STABLE, "4.2"),
     "stabilizer_paper": Arm(("--attention=stabilized", "--stabilizer=paper", "--shift_cap=inf"), STABLE, "4.2"),
     "stabilizer_paper_bounded": Arm(("--attention=stabilized", "--stabilizer=paper")),

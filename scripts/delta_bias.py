@@ -68,7 +68,7 @@ def check(config: Config, plan: Plan, paths: list[Path], layer: int, heads: list
                                   f"{'qk_norm' if config.qk_norm else 'softcap'} between them")
             if spec.smooth_k == 1 != _changed(spec, change).smooth_k:
                 raise ConfigError(f"--numerics {change}: the run's keys have lost their mean (smooth_k=1), and it "
-                                  "cannot be given back; leave smooth_k out")
+                                  "cannot be given back; a backend begins without, so add +smooth_k=1")
     if plan.order and rows > plan.order.rows:
         raise ConfigError(f"--sequences={sequences} need the rows of {rows} steps, and {plan.order.rows} were recorded;"
                           " choose fewer")

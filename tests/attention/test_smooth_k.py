@@ -78,7 +78,7 @@ def test_it_is_a_switch_of_every_layer():
     with pytest.raises(ValueError, match="smooth_k='yes' is not a number"):
         changed(AttentionSpec("sdpa"), "smooth_k=yes")
     for share in (1.5, -1e3, float("nan")):
-        with pytest.raises(ValueError, match="is the share of the mean key that is taken out, at most 1"):
+        with pytest.raises(ValueError, match="must be from -100 to 1: the share of the keys' mean"):
             AttentionSpec("sdpa", smooth_k=share)
 
 
