@@ -143,11 +143,12 @@ class Config:
         for name in ("out_dir", "init_from"):
             if not getattr(self, name).strip():
                 raise ConfigError(f"{name}={getattr(self, name)!r} is empty; the working folder is .")
+        switches = self.switches
         for name in HINTS:
             value, (least, largest) = getattr(self, name), RANGES.get(name, FP32_HOLDS)
             if type(value) is int and value >= 1 << 63:
                 raise ConfigError(f"{name}={value} must be below 2^63")
-            if type(value) is float and value and name not in self.switches and not least <= value <= largest:
+            if type(value) is float and value and name not in switches and not least <= value <= largest:
                 raise ConfigError(f"{name}={value} cannot be computed with; give {least:.2g} to {largest:g}")
         for name in ("beta1", "beta2", "dropout", "muon_momentum"):
             if not 0 <= getattr(self, name) < 1:

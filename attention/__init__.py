@@ -71,8 +71,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, rng: Tensor | N
     if rng is None:
         rng = torch.zeros(3, dtype=torch.int64, device=q.device)
     counted = -1 if counted is None else min(counted, q.shape[0])
-    if spec.smooth_k:
-        k = smooth_keys(k, spec.smooth_k)
+    k = smooth_keys(k, spec.smooth_k)
     o, _, ties, row_max, *_ = run(q, k, v, rng, spec.key, stats, counted)
     return (o, RowStats(ties, row_max)) if stats else o
 

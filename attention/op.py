@@ -17,7 +17,9 @@ Five = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 def smooth_keys(k: Tensor, share: float) -> Tensor:
-    """k (..., T, D) less a share of its mean over the tokens, in FP32 at least, in k's dtype."""
+    """k (..., T, D) less a share of its mean over the tokens, in FP32 at least, in k's dtype; for 0 it is k itself."""
+    if not share:
+        return k
     wide = k.to(torch.promote_types(k.dtype, torch.float32))
     return (wide - share * wide.mean(-2, keepdim=True)).to(k.dtype)
 

@@ -160,8 +160,7 @@ def capture_heads(model: nn.Module, x: Tensor, y: Tensor, autocast, layer: int, 
         for hook in hooks:
             hook.remove()
         model.zero_grad(set_to_none=True)
-    if block.attend.spec.smooth_k:
-        seen["k"] = smooth_keys(seen["k"], block.attend.spec.smooth_k)
+    seen["k"] = smooth_keys(seen["k"], block.attend.spec.smooth_k)
     width = block.c_attn.weight.shape[1]
     size, inputs, frames = width // block.n_head, seen["x"].detach().to(seen["q"].dtype).float(), []
     for head in heads:

@@ -62,11 +62,12 @@ def check(config: Config, plan: Plan, paths: list[Path], layer: int, heads: list
         raise ConfigError(f"--numerics {' '.join(wrong)}: the roundings of that are torch's; name a flash backend")
     for spec in {specs_at(plan, checkpoint.step_of(path))[layer]: None for path in paths}:  # several after a switch
         for change in numerics:
-            if config.qk_norm or _changed(spec, change).softcap:
+            asked = _changed(spec, change)
+            if config.qk_norm or asked.softcap:
                 raise ConfigError("what is measured holds for scores q k / sqrt(D) with q = W_Q x, and "
                                   f"{'the run' if change == 'run' else '--numerics ' + change} has "
                                   f"{'qk_norm' if config.qk_norm else 'softcap'} between them")
-            if spec.smooth_k == 1 != _changed(spec, change).smooth_k:
+            if spec.smooth_k == 1 != asked.smooth_k:
                 raise ConfigError(f"--numerics {change}: the run's keys have lost their mean (smooth_k=1), and it "
                                   "cannot be given back; a backend begins without, so add +smooth_k=1")
     if plan.order and rows > plan.order.rows:

@@ -107,6 +107,14 @@ def test_numbers_from_the_runs_own_output(scene, found):
             scene.surveys[i].head_norms[scene.layer][0][scene.head], rel=1e-6)
 
 
+def gradients_of_scores(frame, spec):
+    """alpha dS (B, T, T) in float64, exact, and what the spec's roundings add to it."""
+    pair = both(frame.q, frame.k, frame.v, spec, frame.do)
+    dp = frame.do.double() @ frame.v.double().mT
+    exact = frame.q.shape[-1] ** -0.5 * pair.p * (dp - pair.delta_hp[..., None])
+    return exact, score_gradients(frame.q, frame.k, frame.v, frame.do, pair, spec) - exact
+
+
 def test_what_keys_have_in_common(scene):
     """The numbers of results/mini/why.md, "What softmax does not see": W_Q has one large singular value, along the mean
     key, and the error of dW_Q is smaller where keys are less it, by that part which all of them share."""
@@ -115,10 +123,7 @@ def test_what_keys_have_in_common(scene):
         k, x = frame.k.double(), frame.x.double()
         mean = k.mean(1, keepdim=True)
         u, s, _ = torch.linalg.svd(frame.wq.double(), full_matrices=False)
-        pair = both(frame.q, frame.k, frame.v, scene.spec, frame.do)
-        dp = frame.do.double() @ frame.v.double().mT
-        exact = k.shape[-1] ** -0.5 * pair.p * (dp - pair.delta_hp[..., None])
-        error = score_gradients(frame.q, frame.k, frame.v, frame.do, pair, scene.spec) - exact
+        exact, error = gradients_of_scores(frame, scene.spec)
 
         def dw(rows, keys, x=x):
             return torch.linalg.matrix_norm((rows @ keys).flatten(0, 1).mT @ x.flatten(0, 1), 2).item()
@@ -141,10 +146,7 @@ def test_what_differs_lies_along_the_same_line(scene):
         own, flat = k - k.mean(1, keepdim=True), x.flatten(0, 1)
         mean = torch.nn.functional.normalize(k.mean((0, 1)), dim=0)
         along = torch.linalg.svd(frame.wq.double(), full_matrices=False)[0][:, 0]
-        pair = both(frame.q, frame.k, frame.v, scene.spec, frame.do)
-        dp = frame.do.double() @ frame.v.double().mT
-        exact = k.shape[-1] ** -0.5 * pair.p * (dp - pair.delta_hp[..., None])
-        error = score_gradients(frame.q, frame.k, frame.v, frame.do, pair, scene.spec) - exact
+        exact, error = gradients_of_scores(frame, scene.spec)
         scores = [(q @ keys.mT * k.shape[-1] ** -0.5).tril().max().item() for keys in (k, own)]
         lines = [torch.linalg.svd((ds @ k).flatten(0, 1).mT @ flat)[0][:, 0] for ds in (exact, error)]
         steps = [(ds.mT @ q).flatten(0, 1).mT @ flat for ds in (exact, error)]  # of W_K
