@@ -24,7 +24,8 @@ from scripts.monitor import probed, runaway, scores_ran_away
 from scripts.runs import CompareError, Run, columns, common_steps, difference, load_runs, nan_last
 from scripts.targets import check_targets, named
 
-TIES, TIES_HEAD, WQ_NORM, ROW_MAX = (f"probe/{name}/layer" for name in ("ties", "ties_head", "wq_norm", "row_max"))
+TIES, TIES_HEAD, WQ_NORM, ROW_MAX, KEY_MEAN = (f"probe/{name}/layer" for name in ("ties", "ties_head", "wq_norm",
+                                                                                   "row_max", "key_mean_head"))
 STYLES = ("-", "--", ":", "-.", (0, (5, 1, 1, 1, 1, 1)), (0, (8, 2)), (0, (1, 3)), (0, (3, 1, 1, 3)))
 UNCHECKED = "DIFFERENT ORDERS: differences are not of the same batches"
 
@@ -140,12 +141,13 @@ def plot(runs: Sequence[Run], result: dict, path: str | Path) -> None:
 
 
 def plot_layers(runs: Sequence[Run], path: str | Path) -> None:
-    """Draws one column a run: loss, then W_Q norm and tied rows of each layer, in its worst head, and largest scores,
-    the layer's number where the line ends; a dotted line where W_Q, and where scores, ran away. Errors: CompareError
-    where no run was probed."""
+    """Draws one column a run: loss, then each layer's W_Q norm, largest score, mean key over what keys differ from it
+    by, and tied rows, in its worst head, the layer's number where the line ends; a dotted line where W_Q, and where
+    scores, ran away. Errors: CompareError where no run was probed."""
     panels = [(prefix, title) for prefix, title in
               ((WQ_NORM, "largest W_Q spectral norm\nof a head"),
-               (ROW_MAX, "largest score"), (TIES_HEAD, "rows with tied maxima,\nworst head (share)"))
+               (ROW_MAX, "largest score"), (KEY_MEAN, "mean key over spread\nof keys, largest head"),
+               (TIES_HEAD, "rows with tied maxima,\nworst head (share)"))
               if any(run.layers(prefix) for run in runs)]
     if not panels:
         raise CompareError("no run has probe/wq_norm or probe/ties values; train with --probe_interval=100")
@@ -159,7 +161,7 @@ def plot_layers(runs: Sequence[Run], path: str | Path) -> None:
                 worst = [max(value, key=nan_last) if isinstance(value, list) else value for value in values]
                 axis.plot(steps, worst, color=f"C{layer}", linestyle=STYLES[layer % len(STYLES)], linewidth=1.2,
                           label=f"layer {layer}")
-            if prefix == ROW_MAX:
+            if prefix in (ROW_MAX, KEY_MEAN):
                 axis.set_yscale("log")
             away = {WQ_NORM: runaway, ROW_MAX: scores_ran_away}.get(prefix)
             if alarm := away and away(run.records):

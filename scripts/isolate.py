@@ -48,6 +48,7 @@ ARMS = {
     "fa2_mean_key_2": Arm(("--attention=flash_fa2", "--smooth_k=-1")),
     "fa2_mean_key_4": Arm(("--attention=flash_fa2", "--smooth_k=-3")),
     "delta_dp_p_mean_key_4": Arm(("--delta=dp_p", "--smooth_k=-3")),
+    "fa2_delta_dp_p_mean_key_4": Arm(("--attention=flash_fa2", "--delta=dp_p", "--smooth_k=-3")),
     # and what takes it away under flash_fa2
     "fa2_o_fp32": Arm(("--attention=flash_fa2", "--output=fp32")),
     "fa2_delta_dp_p": Arm(("--attention=flash_fa2", "--delta=dp_p")),
