@@ -126,6 +126,7 @@ class Config:
     monitor_wq_ratio: float = 3.0  # warn above this norm of a head's W_Q over the median of all heads; 0 is off
     monitor_wq_norm: float = 0.0  # warn above this spectral norm of a head's W_Q; 0 is off
     monitor_row_max: float = 1000.0  # warn above this largest score of a layer, median of 5 measurements; 0 is off
+    monitor_key_mean: float = 0.0  # warn above this mean key of a head over its keys' spread, median of 5; 0 is off
     stop_when_failed: bool = False  # end the run, exit status 4, where it counts as failed (failure.FailureRule)
     on_nonfinite: Literal["stop", "skip", "ignore"] = "stop"  # what a non-finite gradient does, before the update
 
@@ -135,7 +136,7 @@ class Config:
                     "collective_timeout_s probe_sequences monitor_interval muon_learning_rate").split()
         not_negative = ("vocab_size dropout qk_clip logit_softcap weight_decay eps grad_clip warmup_iters min_lr "
                         "probe_interval seed muon_weight_decay monitor_ties monitor_wq_ratio monitor_wq_norm "
-                        "monitor_row_max loss_chunk").split()
+                        "monitor_row_max monitor_key_mean loss_chunk").split()
         for name in positive + not_negative:
             value = getattr(self, name)
             if not (value > 0 or (value == 0 and name in not_negative)):
@@ -157,7 +158,8 @@ class Config:
             raise ConfigError(f"monitor_ties={self.monitor_ties} is a share of rows, so it must be below 1; 0 is off")
         if self.monitor != "off" and not self.monitor_thresholds:
             raise ConfigError(f"monitor={self.monitor} has nothing to watch: monitor_ties, monitor_wq_ratio, "
-                              "monitor_wq_norm and monitor_row_max are all 0; set one, or monitor=off")
+                              "monitor_wq_norm, monitor_row_max and monitor_key_mean are all 0; set one, or "
+                              "monitor=off")
         if self.n_embd % self.n_head:
             raise ConfigError(f"n_embd={self.n_embd} is not divisible by n_head={self.n_head}")
 
@@ -173,7 +175,8 @@ class Config:
     @property
     def monitor_thresholds(self) -> dict[str, float]:
         """What diagnostics.monitor watches, by signal."""
-        values = {name: getattr(self, f"monitor_{name}") for name in ("ties", "wq_ratio", "wq_norm", "row_max")}
+        values = {name: getattr(self, f"monitor_{name}") for name in ("ties", "wq_ratio", "wq_norm", "row_max",
+                                                                      "key_mean")}
         return {name: value for name, value in values.items() if value}
 
     @property

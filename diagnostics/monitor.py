@@ -6,8 +6,9 @@ A signal is a number by layer and head, or by layer, that `probes.record` writes
     wq_ratio  spectral norm of a head's W_Q over the median of all heads of the model at the same step
     wq_norm   that norm itself (paper figure 3)
     row_max   largest score of a layer (head None), what QK-Clip limits (Kimi K2 technical report, section 2.1)
+    key_mean  length of a head's mean key over what its keys differ from it by: what delta's error is multiplied by
 
-ties and row_max are of a few sequences, so the median of the last WINDOW records decides; the norms are exact.
+All but the norms are of a few sequences, so the median of the last WINDOW records decides; the norms are exact.
 docs/monitor.md says where the default thresholds come from. Imports nothing of ours.
 """
 
@@ -19,8 +20,11 @@ from dataclasses import dataclass
 
 WINDOW = 5  # records in a median: a head that ties in one batch alone warns nobody
 RELEASE = 0.8  # an episode ends below this part of every threshold, or noise around one would begin many
-SMOOTHED = ("ties", "row_max")
-SIGNALS = ("ties", "wq_ratio", "wq_norm", "row_max")
+SMOOTHED = ("ties", "row_max", "key_mean")
+# By signal, what a record holds of it, a layer's number behind; older logs lack the last.
+SIGNALS = {"ties": "probe/ties_head/layer", "wq_ratio": "probe/wq_norm_head/layer",
+           "wq_norm": "probe/wq_norm_head/layer", "row_max": "probe/row_max/layer",
+           "key_mean": "probe/key_mean_head/layer"}
 FIRST = "probe/wq_norm_head/layer0"  # every record of a probe has it
 
 
@@ -49,7 +53,7 @@ class MonitorRule:
     """
 
     def __init__(self, thresholds: dict[str, float]):
-        if unknown := thresholds.keys() - set(SIGNALS):
+        if unknown := thresholds.keys() - SIGNALS.keys():
             raise ValueError(f"{', '.join(sorted(unknown))} is no signal; choose from {', '.join(SIGNALS)}")
         self.thresholds, self.windows = thresholds, {}
         self.active: set[tuple[int, int | None]] = set()  # (layer, head) of the episodes that go on
@@ -80,16 +84,18 @@ class MonitorRule:
 
 def signals(record: dict) -> Iterator[tuple[str, int, int | None, float]]:
     """(signal, layer, head, value) of a record; a norm that is not a number counts as infinite."""
-    norms = _layers(record, "probe/wq_norm_head/layer")
+    norms = _layers(record, SIGNALS["wq_norm"])
     median = statistics.median(_number(value) for heads in norms.values() for value in heads) if norms else 0.0
-    for layer, heads in _layers(record, "probe/ties_head/layer").items():
+    for layer, heads in _layers(record, SIGNALS["ties"]).items():
         yield from (("ties", layer, head, value) for head, value in enumerate(heads))
     for layer, heads in norms.items():
         for head, value in enumerate(heads):
             yield "wq_ratio", layer, head, _number(value / median if median else 0.0)
             yield "wq_norm", layer, head, _number(value)
-    for layer, value in _layers(record, "probe/row_max/layer").items():
+    for layer, value in _layers(record, SIGNALS["row_max"]).items():
         yield "row_max", layer, None, _number(value)
+    for layer, heads in _layers(record, SIGNALS["key_mean"]).items():
+        yield from (("key_mean", layer, head, _number(value)) for head, value in enumerate(heads))
 
 
 def _layers(record: dict, prefix: str) -> dict:

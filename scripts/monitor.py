@@ -5,7 +5,7 @@ Prints by run the first warning of the default thresholds, the steps at which W_
 `scores_ran_away`) and at which the run failed (failure.FailureRule), and the lead of the warning over the failure; then
 by threshold in how many failed runs it warned before the failure, the median lead in steps, in how many runs it warned
 whose W_Q or scores had run away without a failure by their end, and in how many that had neither: false alarms. A
-warning at or after the failure detects nothing.
+warning at or after the failure detects nothing, and a run that logged nothing of a signal is not counted.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from scripts.targets import check_targets, named
 # results/mini/rates, in which it tells every flash_bf16 from every delta=dp_p, where W_Q's norm does not.
 LARGE_SCORE = 1000.0
 SWEEP = {"ties": (0.2, 0.25, 0.3, 0.35, 0.4, 0.5, 0.6), "wq_ratio": (1.5, 2, 2.5, 3, 4, 6),
-         "wq_norm": (10, 20, 30, 40, 60), "row_max": (50, 100, 200, 300, 500, 1000)}
+         "wq_norm": (10, 20, 30, 40, 60), "row_max": (50, 100, 200, 300, 500, 1000), "key_mean": (4, 6, 8, 10, 15)}
 
 
 def first_alarm(records: Sequence[dict], thresholds: dict[str, float], before: int | None = None) -> Alarm | None:
@@ -66,6 +66,8 @@ def judge(runs: Sequence[Run], thresholds: dict[str, float]) -> dict:
     failed when they ended, which ran away, and which did neither, where a warning is a false alarm."""
     leads, warned, of = [], Counter(), Counter()
     for run in runs:
+        if not any(f"{SIGNALS[signal]}0" in record for signal in thresholds for record in run.records):
+            continue
         failure = failure_of(run.records)
         away = runaway(run.records) or scores_ran_away(run.records)
         kind = "failed" if failure is not None else "ran away" if away else "neither"

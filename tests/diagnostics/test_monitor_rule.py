@@ -14,12 +14,13 @@ L, H = 2, 3
 
 
 def records(steps: int, **series) -> list[dict]:
-    """A record a step: ties 0.05, scores 1 and norms 2 everywhere, except what `series` plants:
-    ties={(layer, head): [one value a step]}, also row_max and wq_norm; a short list stays at its last value."""
+    """A record a step: ties 0.05, scores 1, norms 2 and mean keys 0.5 everywhere, except what `series` plants:
+    ties={(layer, head): [one value a step]}, also row_max, wq_norm and key_mean; a short list stays at its last value.
+    """
     found = []
     for step in range(steps):
         values = [[[base] * H for _ in range(L)] for base in (0.05, 1.0, 2.0, 0.5)]
-        for kind, name in enumerate(("ties", "row_max", "wq_norm")):
+        for kind, name in enumerate(("ties", "row_max", "wq_norm", "key_mean")):
             for (layer, head), planted in series.get(name, {}).items():
                 values[kind][layer][head] = planted[min(step, len(planted) - 1)]
         found.append({"step": step * 100, "loss": 3.0} | as_record(values))
@@ -97,6 +98,18 @@ def test_zero_norms():
 def test_unknown_signal():
     with pytest.raises(ValueError, match=f"tie is no signal; choose from {', '.join(SIGNALS)}"):
         MonitorRule({"tie": 0.4})
+
+
+def test_mean_keys():
+    """By head, by the median, where the log has them; no number counts as above."""
+    longer = records(20, key_mean={(1, 2): [0.5] * 10 + [9.0]})
+    assert alarms(longer, key_mean=8) == [Alarm(1200, 1, 2, "key_mean", 9.0, 8)]
+    assert "(median of the last 5 records) is above monitor_key_mean=8" in str(alarms(longer, key_mean=8)[0])
+    assert alarms(longer, key_mean=9) == []
+    older = [{k: v for k, v in record.items() if "key_mean" not in k} for record in longer]
+    assert alarms(older, key_mean=8) == []
+    broken = records(8, key_mean={(0, 0): [0.5, math.nan]})
+    assert [(a.step, a.value) for a in alarms(broken, key_mean=8)] == [(400, math.inf)]
 
 
 def test_a_rule_that_goes_on_is_one_that_never_stopped():

@@ -42,7 +42,7 @@ def test_tables(runs, tmp_path, capsys):
     """A failure is seen four records after its loss (the mean of 50 rises by 0.5 with the fifth of 9 instead of 3)."""
     out = tmp_path / "out" / "monitor.json"
     assert monitor.main([*runs, "--ties", "0.25", "0.6", "--wq_ratio", "3", "--wq_norm", "--row_max", "100",
-                         "--json", str(out)]) == 0
+                         "--key_mean", "--json", str(out)]) == 0
     found = json.loads(out.read_text())
     rows = {row["name"]: row for row in found["runs"]}
     assert rows["early"] == {"name": "early", "steps": 2991, "step_of_warning": 700, "layer": 0, "head": 1,
@@ -61,6 +61,19 @@ def test_tables(runs, tmp_path, capsys):
                      ({"row_max": 100}, 0, 4, None, 0, 1, 0, 2)]
     text = capsys.readouterr().out
     assert "ties > 0.4, wq_ratio > 3, row_max > 1000 (default)" in text and "ties > 0.6" in text and "2 of 4" in text
+
+
+def test_a_run_that_logged_nothing_of_a_signal_is_not_counted(runs, tmp_path, capsys):
+    """Logs older than a signal: neither a failure that it missed, nor a run that it was rightly silent of."""
+    for run in runs[1:]:
+        path = Path(run) / "metrics.jsonl"
+        records = [json.loads(line) for line in path.read_text().splitlines()]
+        path.write_text("".join(to_json({k: v for k, v in r.items() if "key_mean" not in k}) + "\n" for r in records))
+    out = tmp_path / "monitor.json"
+    assert monitor.main([*runs, "--key_mean", "0.4", "0.6", "--json", str(out)]) == 0
+    lines = [[line[key] for key in ("detected", "failed", "only_ran_away", "neither")]
+             for line in json.loads(out.read_text())["thresholds"] if line["thresholds"].keys() == {"key_mean"}]
+    assert lines == [[1, 1, 0, 0], [0, 1, 0, 0]]
 
 
 def test_recorded_runs(monkeypatch, capsys, tmp_path):
