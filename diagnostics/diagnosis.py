@@ -5,6 +5,7 @@ from torch import Tensor
 
 from diagnostics import bias, coherence
 from diagnostics.precision import both
+from diagnostics.probes import key_mean
 from diagnostics.scene import Frame, Scene
 from diagnostics.ties import RULES, maxima, places, tied_share
 
@@ -16,9 +17,9 @@ def diagnose(scene: Scene) -> dict:
     """All numbers of figures 3, 4, 5, 6, 11, 12, 13 and the tables beside them.
 
     Keys: layer, head, attention, between (what lies between W_Q x and the scores, so that `coherence`, which takes
-    them for q k / sqrt(D) with q = W_Q x, is not of W_Q), steps, captured_equals_emulated, ties, rounding, synthetic,
-    shares, coherence, figure3 ... figure13. Sums of delta are of the frame's sequences; `per_step` scales
-    them to all sequences of a step.
+    them for q k / sqrt(D) with q = W_Q x, is not of W_Q), steps, key_mean (`probes.key_mean` by frame, of the sequence
+    where it is the largest), captured_equals_emulated, ties, rounding, synthetic, shares, coherence, figure3 ...
+    figure13. Sums of delta are of the frame's sequences; `per_step` scales them to all sequences of a step.
     """
     pairs = [both(f.q, f.k, f.v, scene.spec, f.do) for f in scene.frames]
     ones = [maxima(pair.s, "one") for pair in pairs]
@@ -28,6 +29,7 @@ def diagnose(scene: Scene) -> dict:
         "name": scene.name, "layer": scene.layer, "head": scene.head, "attention": scene.spec.describe(),
         "between": ["qk_norm"] * scene.qk_norm + ["softcap"] * bool(scene.spec.softcap),
         "steps": [f.step for f in scene.frames], "sequences": len(frame.tokens), "tokens": frame.tokens.shape[1],
+        "key_mean": [key_mean(f.k).max().item() for f in scene.frames],
         # How far the run's own kernel is from the emulation that lp is: compared as stored.
         "captured_equals_emulated": [(f.o.double() == pair.o_lp).double().mean().item()
                                      for f, pair in zip(scene.frames, pairs, strict=True)],

@@ -66,6 +66,8 @@ def page(found: dict) -> str:
     sinks = sum(keys[0] == 0 for *_, keys in found["rows"])
     alike = sorted(share for layer in found["similarity"] for share in layer["columns_next_alike"])
     best = found["similarity"][eight["layer"]]["matrices_next"][eight["head"]]
+    means = [max((x == x, x, h) for h, x in enumerate(layer)) for layer in found["key_mean"]]  # NaN: keys are 0
+    longest = max(range(len(means)), key=means.__getitem__)
     tokens = " and ".join(f"{t} ({found['pieces'][t]!r})" for t in eight["tokens"])
     columns = ", ".join(f"{j}: {cosine:.6f}" for j, cosine in eight["columns"].items())
     lines = [
@@ -83,7 +85,11 @@ def page(found: dict) -> str:
         f"have columns of (PK)[T]^T X[T] with a cosine above {ALIKE} in size. Layer {eight['layer']}, head "
         f"{eight['head']} has the most alike matrices: their mean cosine between neighbours is {best:.4f}; that of "
         f"tokens {tokens} is {eight['matrix']:.6f}, "
-        f"that of their columns {columns}.", "",
+        f"that of their columns {columns}.",
+        f"3. **Mean key.** In layer {longest}, key head {means[longest][2]}, it is {means[longest][1]:.3g} times as "
+        "long as the root mean square of what keys differ from it by; the largest of each layer, from layer 0 on: "
+        f"{', '.join(f'{x:.3g}' for _, x, _ in means)}. It adds the same to all scores of a row, so softmax does not "
+        "see it; delta's rounding error pushes queries along it.", "",
         "Column j of (PK)[T]^T X[T] is PK[T] X[T, j]: up to its sign, its cosine between two tokens is that of their "
         "PK, whichever column is shown. The cosine of the whole matrices is that times the cosine of their X.", "",
         "![figure 8](figure8.png)", "", "![figure 9](figure9.png)", ""]

@@ -56,15 +56,22 @@ def largest_eigenvalues(gram: Tensor) -> Tensor:
     return (gram * dominant(gram)).sum((-2, -1))
 
 
+def key_mean(k: Tensor) -> Tensor:
+    """What keys k (..., T, D) have in common, (...): the length of their mean over the root mean square length of keys
+    less it, in FP32. The mean key adds the same to all scores of a row, so it changes no probability and has no
+    gradient of its own but what rounding leaves over."""
+    k = k.float()
+    common = k.mean(-2, keepdim=True)
+    return common.norm(dim=-1).squeeze(-1) / (k - common).square().sum(-1).mean(-1).sqrt()
+
+
 @torch.no_grad()
 def measure(model: nn.Module, idx: Tensor, autocast) -> Tensor:
     """What the paper's figures 3 and 13 show, and what keys have in common, of one batch idx (B, T): (4, n_layer, H)
     float64 on the model's device, which the host need not wait for.
 
     By layer and head: the share of score rows whose maximum repeats within a key tile (paper Algorithm 3, rs > 1), the
-    largest score, the spectral norm of W_Q, and the length of a sequence's mean key over the root mean square length of
-    keys less it, of the sequence where that is the largest (before smooth_k). The mean key adds the same to all scores
-    of a row, so it changes no probability and has no gradient of its own but what rounding leaves over.
+    largest score, the spectral norm of W_Q, and `key_mean` of the sequence where that is the largest (before smooth_k).
     """
     training = model.training
     model.eval()
@@ -76,10 +83,7 @@ def measure(model: nn.Module, idx: Tensor, autocast) -> Tensor:
     stats = [attend(*inputs[i], layer.spec, layer.rng, stats=True)[1] for i, layer in enumerate(layers)]
     ties, row_max = torch.stack([one.ties for one in stats]), torch.stack([one.row_max for one in stats])
     norms = wq_norms(torch.stack([block.c_attn.weight[:block.c_attn.in_features] for block in blocks]), ties.shape[2])
-    keys = torch.stack([inputs[i][1] for i in range(len(layers))]).float()  # (layer, B, H, T, D)
-    common = keys.mean(3, keepdim=True)
-    own = (keys - common).square().sum(-1).mean(-1).sqrt()
-    shared = (common.norm(dim=-1).squeeze(-1) / own).double().amax(1)
+    shared = key_mean(torch.stack([inputs[i][1] for i in range(len(layers))])).double().amax(1)  # of (layer, B, H)
     return torch.stack([(ties > 1).double().mean((1, 3)), row_max.double().amax((1, 3)), norms, shared])
 
 

@@ -24,7 +24,9 @@ def words(found: dict) -> str:
         f"O in {found['captured_equals_emulated'][-1]:.2%} of all values; high precision (hp) is float64 from the same "
         "scores on.", "",
         f"1. **Weights.** The spectral norm of this head's W_Q is {norms[found['head']]:.3g}, {middle}; the entropy of "
-        f"its W_Q^T W_K is {three['qk_entropy'][found['head']]:.3g} nats. (figures 3, 11)",
+        f"its W_Q^T W_K is {three['qk_entropy'][found['head']]:.3g} nats. (figures 3, 11) At these steps the mean of "
+        f"the keys that its scores are made of is {', '.join(f'{x:.3g}' for x in found['key_mean'])} times as long as "
+        "the root mean square of what they differ from it by.",
         f"2. **Ties.** {tie['share']['one']:.1%} of rows have several P = 1 (in BF16), {tie['share']['exact']:.1%} "
         f"exactly equal maxima, {tie['share']['epsilon']:.1%} by the stabilizer's epsilon; at most {tie['most_ones']} "
         f"in a row. " + (f"{tie['places']['first_token']:.0%} of the tied rows have the first token among their "

@@ -2,9 +2,13 @@
 
 MODEL is a folder or a name on the hub, of the Llama, Qwen2, Qwen3 or GPT-2 classes. Reads the text once and writes, as
 figures 8 and 9 of arXiv 2510.04212 do for Llama-3.1-8B: how alike the matrices (PK)[T]^T X[T] are from token to token,
-by layer and head, and every row of the scores that has two or more maxima, by layer, head and query. preconditions.json
-has all numbers, preconditions.md a summary, figure8.png and figure9.png the pictures. Nothing is trained, and that the
-preconditions hold does not say that the model would fail. Needs transformers.
+by layer and head, and every row of the scores that has two or more maxima, by layer, head and query. Beside these, by
+layer and key head: how many times as long the mean key is as the root mean square of what keys differ from it by.
+preconditions.json has all numbers, preconditions.md a summary, figure8.png and figure9.png the pictures. Nothing is
+trained, and that the preconditions hold does not say that the model would fail. Needs transformers.
+
+The mean key adds the same to all scores of a row, so softmax does not see it, and delta's rounding error pushes queries
+along it: in this repository's small run in the layer where it is longest (docs/diagnosis.md has the numbers).
 
 X is the input of the query projection, K the keys and P the softmax of the scores, which are rounded to BF16 as
 flash_bf16 rounds them, with the model's own positions and norms of queries and keys. (PK)[T] is then taken back through
@@ -25,6 +29,7 @@ from torch.utils._pytree import tree_map
 from config import ConfigError
 from diagnostics.preconditions import attention_weighted_keys, bf16_scores, closest_neighbours, similarity, tied_rows
 from diagnostics.preconditions_page import draw, page
+from diagnostics.probes import key_mean
 from files import write_text
 from metrics import to_json
 from scripts.targets import check_targets, named
@@ -136,7 +141,7 @@ def _graph(module: nn.Module, projection: str, args: tuple, kwargs: dict) -> tup
 def examine(model: nn.Module, ids: Tensor, epsilon: float) -> tuple[dict, dict]:
     """(numbers for JSON, tensors for the figures) for token ids (1, T). Errors: ConfigError where a layer is not
     finite."""
-    found = {"similarity": [], "counts": [], "rows": []}
+    found = {"similarity": [], "counts": [], "rows": [], "key_mean": []}
     shown = {"best": -1.0, "examples": []}
     for i, (q, k, x, scaling, back) in enumerate(layers(model, ids)):
         if not all(y.isfinite().all() for y in (q, k, x)):
@@ -146,6 +151,7 @@ def examine(model: nn.Module, ids: Tensor, epsilon: float) -> tuple[dict, dict]:
         alike, ties = similarity(pk, x), tied_rows(s, epsilon)
         found["similarity"].append(alike)
         found["counts"].append(ties["counts"])
+        found["key_mean"].append(key_mean(k).tolist())
         found["rows"] += [[i, *row] for row in ties["rows"]]
         best = max(range(len(pk)), key=lambda h, a=alike: abs(a["matrices_next"][h]))
         if abs(alike["matrices_next"][best]) > shown["best"]:

@@ -78,6 +78,7 @@ def test_the_diagnosis_is_the_committed_one(found):
                 assert now[part]["mean"] == pytest.approx(then[part]["mean"], abs=0.01)
     for now, then in zip(found["coherence"]["error"], committed["coherence"]["error"], strict=True):
         assert now["effective_rank"] == pytest.approx(then["effective_rank"], rel=0.05)
+    assert found["key_mean"] == pytest.approx(committed["key_mean"], rel=1e-6)
     growth = [x["coherence"]["growth_in_all"] for x in (found, committed)]
     assert growth[0]["norm"] == pytest.approx(growth[1]["norm"], rel=1e-6)
     assert growth[0]["cosine"] == pytest.approx(growth[1]["cosine"], abs=0.02)

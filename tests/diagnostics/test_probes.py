@@ -12,6 +12,7 @@ from diagnostics.probes import (
     attention_inputs,
     explain_nonfinite,
     first_nonfinite,
+    key_mean,
     largest_eigenvalues,
     nonfinite_gradients,
     probe,
@@ -90,6 +91,16 @@ def test_ties_and_maxima(switches, tile):
         assert values[f"probe/ties_head/layer{i}"] == pytest.approx(by_head, abs=1e-5)
         assert values[f"probe/row_max/layer{i}"] == pytest.approx(row_max.max(), rel=1e-9)
     assert reference(model, idx, 16, 1e-3)[0][0].mean() != reference(model, idx, T, 1e-3)[0][0].mean()
+
+
+@pytest.mark.parametrize("ratio", [0.0, 0.3, 5.0, 250.0])
+def test_key_means_of_a_known_ratio(ratio):
+    """Differences that sum to zero, of length 2 and 6, beside a common key of length 2 ratio."""
+    own = torch.eye(D).repeat(2, 1)
+    own[D:] *= -1
+    common = torch.nn.functional.normalize(torch.arange(1.0, D + 1), dim=0)
+    k = torch.stack([2 * own + 2 * ratio * common, 6 * own + 2 * ratio * common])
+    assert key_mean(k).tolist() == pytest.approx([ratio, ratio / 3], rel=1e-5, abs=1e-6)
 
 
 def test_key_means():

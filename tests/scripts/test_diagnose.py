@@ -133,6 +133,9 @@ def test_numbers_are_those_of_a_direct_computation(run, diagnosed):
         tied = ((s == s.amax(-1, keepdim=True)).sum(-1) > 1).double().mean().item()
         assert found["ties"][i]["share"]["exact"] == pytest.approx(tied, abs=0.02)
         assert found["captured_equals_emulated"][i] > 0.999
+        common = t["k"].mean(1, keepdim=True)
+        means = common.norm(dim=-1)[:, 0] / (t["k"] - common).square().sum(-1).mean(-1).sqrt()
+        assert found["key_mean"][i] == pytest.approx(means.max().item(), rel=1e-5)
         assert found["shares"][i]["sum"] == pytest.approx(delta_error.sum().item(), rel=0.02, abs=1e-8)
         assert found["figure5a"]["per_step"][i] == pytest.approx(found["shares"][i]["sum"] * S / N)
         error = torch.einsum("bt,btd,btc->dc", delta_error, p @ t["k"], t["x"]) / D**0.5
@@ -188,6 +191,7 @@ def test_what_is_written(run, diagnosed, tmp_path, capsys):
     page = " ".join((out / "diagnosis.md").read_text().split())
     assert f"layer {found['layer']}, head {found['head']}" in page and f"{found['shares'][-1]['sum']:+.2e}" in page
     assert f"{found['ties'][-1]['share']['one']:.1%} of rows have several P = 1" in page
+    assert f"made of is {', '.join(f'{x:.3g}' for x in found['key_mean'])} times as long" in page
     assert all(f"]({name})" in page for name in FIGURES)
     assert diagnose.main(["--scene", str(out / "scene.npz"), "--out", str(tmp_path / "again")]) == 0
     for name in ("diagnosis.json", "diagnosis.md"):

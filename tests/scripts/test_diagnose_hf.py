@@ -170,6 +170,29 @@ def test_repeated_maxima_and_cosines():
 
 
 @pytest.mark.parametrize("name", CONFIGS)
+def test_mean_keys(folders, name):
+    """Of the keys that scores are made of, positions included, by layer and key head: in float64 from the weights."""
+    model, ids = load(folders / name)
+    if name in ("qwen2", "gpt2"):  # plants what keys have in common
+        attention = model.get_submodule("model.layers.1.self_attn" if name == "qwen2" else "transformer.h.1.attn")
+        bias, at = (attention.k_proj.bias, 8) if name == "qwen2" else (attention.c_attn.bias, 32 + 8)  # key head 1
+        with torch.no_grad():
+            bias[at:at + 8] += 30
+    found, _ = diagnose_hf.examine(model, ids, 1e-3)
+    for i, (_, _, x, _, _) in enumerate(diagnose_hf.layers(model, ids)):
+        k = direct(model, i, x.double().numpy())[1]
+        mean = k.mean(1, keepdims=True)
+        expected = np.linalg.norm(mean[:, 0], axis=1) / np.sqrt(np.square(k - mean).sum(-1).mean(-1))
+        assert found["key_mean"][i] == pytest.approx(expected, rel=1e-3)
+        assert len(found["key_mean"][i]) == (4 if name == "gpt2" else 2)
+    if name == "gpt2":  # without positions in the keys
+        planted = found["key_mean"][1].pop(1)
+        assert planted > 5 * max(found["key_mean"][1])
+    elif name == "qwen2":
+        assert np.argmax(found["key_mean"][1]) == 1
+
+
+@pytest.mark.parametrize("name", CONFIGS)
 def test_end_to_end(folders, name, tmp_path, capsys):
     """Four files; counts are those of the listed rows, and the page and the figures' numbers follow from them."""
     out = tmp_path / "out"
@@ -193,6 +216,13 @@ def test_end_to_end(folders, name, tmp_path, capsys):
     page = (out / "preconditions.md").read_text()
     assert page.split("\n\nColumn j")[0] in capsys.readouterr().out
     assert max(map(len, page.splitlines())) <= 120 and f"{eight['matrix']:.6f}" in page
+    assert [len(layer) for layer in found["key_mean"]] == 2 * [found["key_heads"]]
+    largest = max(max(layer) for layer in found["key_mean"])
+    layer, = (i for i, means in enumerate(found["key_mean"]) if max(means) == largest)
+    assert (f"In layer {layer}, key head {found['key_mean'][layer].index(largest)}, it is {largest:.3g} times as long"
+            in " ".join(page.split()))
+    zeros = diagnose_hf.page(found | {"key_mean": [[math.nan, 2.0], [math.nan, math.nan]]})  # heads without keys
+    assert "In layer 0, key head 1, it is 2 times" in zeros and "2, nan." in " ".join(zeros.split())
     assert f"layer {eight['layer']}, head {eight['head']}" in " ".join(page.lower().split())
 
 
