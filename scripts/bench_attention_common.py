@@ -1,6 +1,7 @@
 """What the modes of bench_attention.py share: naming what to time, its inputs, the clock and the file of results."""
 
 import json
+import platform
 import re
 import statistics
 import sys
@@ -89,7 +90,8 @@ def write(path, **content):
     """Hardware, commit and versions, then `content`, as JSON."""
     import triton
 
-    head = dict(hardware=torch.cuda.get_device_name(), commit=git_state()["git_commit"],
+    head = dict(hardware=torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or "a CPU",
+                commit=git_state()["git_commit"],
                 versions=dict(python=sys.version.split()[0], torch=torch.__version__, triton=triton.__version__,
                               cuda=torch.version.cuda))
     write_text(path, json.dumps(head | content, indent=1) + "\n")
