@@ -66,7 +66,7 @@ def describe_run(config, plan, group, trainer) -> dict:
         "start_step": plan.start,
         "world_size": group.world_size,
         "device": group.device.type,
-        "device_name": torch.cuda.get_device_name(group.device) if group.device.type == "cuda" else _processor(),
+        "device_name": torch.cuda.get_device_name(group.device) if group.device.type == "cuda" else processor(),
         **git_state(),
         "versions": {"python": platform.python_version(), "torch": torch.__version__, "cuda": torch.version.cuda}
         | {name: _version(name) for name in ("triton", "numpy")},
@@ -165,7 +165,8 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _processor() -> str:
+def processor() -> str:
+    """Its name, of this machine."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as file:
             return next(line.split(":", 1)[1].strip() for line in file if line.startswith("model name"))

@@ -1,7 +1,6 @@
 """What the modes of bench_attention.py share: naming what to time, its inputs, the clock and the file of results."""
 
 import json
-import platform
 import re
 import statistics
 import sys
@@ -11,7 +10,7 @@ import torch
 from attention import AttentionSpec
 from attention.layers import changed
 from files import write_text
-from runinfo import git_state
+from runinfo import git_state, processor
 
 DTYPES = ("bfloat16", "float16", "float32")
 RNG = (1234567, 3, 5)  # seed, layer and draw of stochastic rounding
@@ -90,7 +89,7 @@ def write(path, **content):
     """Hardware, commit and versions, then `content`, as JSON."""
     import triton
 
-    head = dict(hardware=torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or "a CPU",
+    head = dict(hardware=torch.cuda.get_device_name() if torch.cuda.is_available() else processor(),
                 commit=git_state()["git_commit"],
                 versions=dict(python=sys.version.split()[0], torch=torch.__version__, triton=triton.__version__,
                               cuda=torch.version.cuda))
