@@ -79,7 +79,7 @@ def measure(run: Path, steps: str, layer: int, heads: list[int] | None, sequence
             dataset: str | None = None, numerics: Sequence[str] = ("run",)) -> list[dict]:
     """A line for each checkpoint, head and numerics. Errors as `diagnose.open_run` and `check`."""
     paths = chosen(run, steps)
-    config, plan = open_run(run, dataset)
+    config, plan = open_run(paths, dataset)
     heads = sorted(set(heads or range(config.n_head)))
     rows = math.ceil(sequences / config.sequences_per_step)
     check(config, plan, paths, layer, heads, sequences, rows, numerics)

@@ -84,7 +84,7 @@ def test_what_a_user_can_change(run, argv, words, capsys):  # noqa: F811
 
 def test_numerics_fit_what_the_layer_was_switched_to(run, monkeypatch, capsys):  # noqa: F811
     """Told before the checkpoints before the switch are measured."""
-    config, plan = delta_bias.open_run(run)
+    config, plan = delta_bias.open_run(delta_bias.chosen(run, ":"))
     last = delta_bias.checkpoint.step_of(delta_bias.chosen(run, ":")[-1])
     plan.switches = [Switch(last, 1, AttentionSpec("standard").key)]
     monkeypatch.setattr(delta_bias, "open_run", lambda *_: (config, plan))
@@ -108,7 +108,7 @@ def test_what_is_not_finite_is_nan_and_drawn_again(run, tmp_path):  # noqa: F811
 
 @pytest.mark.parametrize("option", ["qk_norm", "softcap"])
 def test_a_run_with_something_between_w_q_and_the_scores_is_refused(run, monkeypatch, capsys, option):  # noqa: F811
-    config, plan = delta_bias.open_run(run)
+    config, plan = delta_bias.open_run(delta_bias.chosen(run, ":"))
     if option == "softcap":
         plan.specs[:] = [dataclasses.replace(spec, softcap=5.0) for spec in plan.specs]
     else:
@@ -125,7 +125,7 @@ def test_smooth_k_goes_on_from_what_the_run_took_out(run, monkeypatch, capsys): 
         read, spec = (AttentionSpec(smooth_k=share) for share in (had, wanted))
         further = delta_bias._further(read, spec).smooth_k
         assert torch.allclose(smooth_keys(smooth_keys(k, had), further), smooth_keys(k, wanted))
-    config, plan = delta_bias.open_run(run)
+    config, plan = delta_bias.open_run(delta_bias.chosen(run, ":"))
     plan.specs[:] = [dataclasses.replace(spec, smooth_k=1) for spec in plan.specs]
     monkeypatch.setattr(delta_bias, "open_run", lambda *_: (config, plan))
     assert delta_bias.main([str(run), "--device", "cpu", "--numerics", "run", "smooth_k=0"]) == 2
