@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 
 import pytest
 import torch
@@ -26,6 +27,12 @@ def test_a_run(run, capsys):  # noqa: F811
     assert delta_bias.main(argv) == 0
     (last,) = json.loads((run / "delta_bias.json").read_text())["rows"]
     assert (last["step"], last["sequences"]) == (12, 12)
+    assert abs(last["error_cosine"]) <= 1
+    capsys.readouterr()
+    assert delta_bias.main([str(run), "--sequences", "8", "--device", "cpu"]) == 0  # of one step
+    assert all(r["error_cosine"] is r["gradient_cosine_size"] is None
+               for r in json.loads((run / "delta_bias.json").read_text())["rows"])
+    assert all(line.split()[-2:] == ["-", "-"] for line in capsys.readouterr().out.splitlines()[1:-1])
 
 
 def test_other_numerics_on_the_same_weights(run):  # noqa: F811
@@ -65,6 +72,19 @@ def test_cosines_tell_a_bias_from_a_direction_whose_sign_changes():
         found = delta_bias.by_step([torch.stack([gradient, sign * direction]) for sign in signs])
         assert found == pytest.approx({"error_share": 3.0, "error_rank_one": 1.0, "error_cosine": cosine,
                                        "error_cosine_size": 1.0, "gradient_cosine": 1.0, "gradient_cosine_size": 1.0})
+
+
+def test_what_has_no_cosine_is_told_from_what_is_not_finite():
+    """One step, or errors of 0, which have no direction, against one that is nan."""
+    def cosines(*sizes):
+        one = torch.eye(3, dtype=torch.float64)
+        found = delta_bias.by_step([torch.stack([one, size * one]) for size in sizes])
+        return [found[f"{name}_cosine{end}"] for name in ("error", "gradient") for end in ("", "_size")]
+
+    assert cosines(1) == [None] * 4
+    assert cosines(0, 0, 1) == pytest.approx([None, None, 1, 1])
+    assert cosines(0, -1, 1) == pytest.approx([-1, 1, 1, 1])
+    assert cosines(math.nan, 1) == pytest.approx([math.nan, math.nan, 1, 1], nan_ok=True)
 
 
 @pytest.mark.parametrize("argv, words", [(["--sequences", "1"], "--sequences=1 must be at least 2"),
