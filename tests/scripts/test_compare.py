@@ -54,6 +54,16 @@ def pair(tmp_path):
     return a, make_run(tmp_path / "b", [4.0, 3.25, 2.25, 2.5, math.nan])
 
 
+def test_a_run_that_went_on_with_other_settings_says_so(pair, tmp_path):
+    """run.json's own settings are those that it began with."""
+    header = json.loads((pair[1] / "run.json").read_text())
+    header["sessions"] += [{"changed": {"start_step": 3, "config": {"delta": "dp_p", "max_iters": 5}}}]
+    (pair[1] / "run.json").write_text(json.dumps(header))
+    found = compare(load_runs(pair))
+    assert [row["resumed_with"] for row in found["runs"]] == [[], [{"step": 3, "delta": "dp_p"}]]
+    assert "\nb went on with delta=dp_p from step 3\n" in table(found)
+
+
 def test_the_largest_of_a_series_is_nan_where_one_is():
     assert str(_last_and_largest([0, 2, 4], [1.0, math.nan, 3.0])) == "{'last': 3.0, 'max': nan, 'step_of_max': 2}"
     assert _last_and_largest([0, 2, 4], [1.0, 5.0, 5.0]) == {"last": 5.0, "max": 5.0, "step_of_max": 2}

@@ -240,6 +240,24 @@ def test_runs_filed_as_what_they_are_not_are_refused(tmp_path, capsys, filed, se
     assert f"{filed} of seed {seed}, in {run}, {message}" in capsys.readouterr().err
 
 
+def test_a_run_that_went_on_as_another_arm_is_refused(tmp_path, capsys):
+    """But not for a session whose steps are past the table's or were made again, nor for settings that change none."""
+    run = write_run(tmp_path / "seed1/flash_bf16", 1, 100)
+    header = json.loads((run / "run.json").read_text())
+
+    def table(steps, *sessions):
+        changes = [{"changed": {"start_step": at, "config": {"init_from": "resume"} | more}} for at, more in sessions]
+        (run / "run.json").write_text(json.dumps(header | {"sessions": [{}, *changes]}))
+        return table_of(tmp_path, "--collect", steps=steps, seeds=(1,), arms=("flash_bf16",))
+
+    other = (60, {"delta": "dp_p", "smooth_k": 1.0})
+    assert table(100, other) == table(100, other, (70, {})) == table(61, other) == 2
+    assert (f"flash_bf16 of seed 1, in {run}, went on with delta=dp_p, smooth_k=1.0 from step 60: it is of no one arm; "
+            "leave it out") in capsys.readouterr().err
+    for steps, *sessions in ((60, other), (100, other, (60, {})), (100, (60, {"max_iters": 200, "eval_iters": 1}))):
+        assert table(steps, *sessions)["summary"][0]["finished"] == 1
+
+
 def test_whether_w_q_of_a_run_without_probes_ran_away_is_not_known(tmp_path):
     write_run(tmp_path / "seed1/flash_bf16", 1, 100)
     write_run(tmp_path / "seed2/flash_bf16", 2, 100, probe=False)
