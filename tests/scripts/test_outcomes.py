@@ -288,6 +288,10 @@ def test_a_folder_without_runs_and_runs_left_out_are_told(tmp_path, capsys):
     write_run(tmp_path / "seed9/pv_fp32", 9, 100)
     assert len(table_of(tmp_path, "--collect")["rows"]) == 4
     assert capsys.readouterr().err == "left out, as not of --arms and --seeds: seed9/pv_fp32\n"
+    table = (tmp_path / "isolation.json").read_bytes()
+    assert table_of(tmp_path, "--collect", seeds=(7,)) == 2 and (tmp_path / "isolation.json").read_bytes() == table
+    assert "none of the runs is of --arms and --seeds; there are seed1/flash_bf16 seed9/pv_fp32" in (
+        capsys.readouterr().err)
 
 
 def test_thinned_logs_give_the_failing_run_its_warning_and_its_step():
