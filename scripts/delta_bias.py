@@ -229,6 +229,10 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         if args.draw:
+            for name in ("steps", "layer", "heads", "numerics", "sequences", "out", "dataset"):
+                if (given := getattr(args, name)) != parser.get_default(name):
+                    raise ConfigError(f"--{name}={given} changes nothing of a figure, which --draw makes beside "
+                                      f"{args.run} of all that is there; leave it out")
             check_targets(figure_of(args.run))
             draw_again(args.run)
             return 0

@@ -37,7 +37,7 @@ from files import write_text
 from metrics import MetricsError, read_metrics, to_json
 from model import GPT
 from plan import Plan, prepare
-from replay.order import OrderFile
+from replay.order import OrderError, OrderFile
 from scripts.runs import Run
 from scripts.targets import check_targets, named
 
@@ -57,11 +57,15 @@ def open_run(paths: list[Path], dataset: str | None = None) -> tuple:
                               f"{paths[-1].name} with {after}, which cannot be mixed; choose one side with --steps")
     order = own if own.is_file() else config.replay
     config = dataclasses.replace(config, out_dir=str(run), init_from="resume", dataset=dataset or config.dataset,
-                                 replay=str(order or ""), replay_switches=False, record=own.is_file(),
-                                 max_iters=max(config.max_iters, checkpoint.step_of(checkpoint.latest(run))))
+                                 replay=str(order or ""), replay_switches=False, record=own.is_file())
+    rows, last = config.max_iters, checkpoint.step_of(checkpoint.latest(run))
     if order:
         with OrderFile(order) as file:
-            config = dataclasses.replace(config, max_iters=max(1, file.rows))
+            rows = file.rows
+        if rows < last:
+            raise OrderError(f"{order} holds {rows} steps, fewer than the {last} of {checkpoint.latest(run)}; take a "
+                             "whole copy of it")
+    config = dataclasses.replace(config, max_iters=max(1, rows, last))
     plan = prepare(config)
     plan.state = None  # each checkpoint is loaded in its turn
     return config, plan
@@ -199,8 +203,11 @@ def main(argv: list[str] | None = None) -> int:
             raise ConfigError(f"--sequences={args.sequences} must be at least 1")
         if args.tokens is not None and args.tokens < 1:
             raise ConfigError(f"--tokens={args.tokens} must be at least 1")
-        if args.scene and args.save_scene:
-            raise ConfigError(f"--save-scene={args.save_scene} takes a RUN; --scene={args.scene} is one already")
+        of_run = ("steps", "layer", "head", "sequences", "tokens", "save_scene", "dataset")
+        for name in of_run if args.scene else ():
+            if (given := getattr(args, name)) != parser.get_default(name):
+                raise ConfigError(f"--{name.replace('_', '-')}={given} takes a RUN, of which --scene={args.scene} is "
+                                  "what was captured; leave it out")
         if args.device.startswith("cuda") and not torch.cuda.is_available():
             raise ConfigError(f"--device={args.device}, but torch sees no GPU; use --device=cpu")
         out = Path(args.out or (Path(args.scene).parent if args.scene else Path(args.run) / "diagnosis"))

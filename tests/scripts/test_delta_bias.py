@@ -63,6 +63,9 @@ def test_files_that_cannot_be_drawn(tmp_path, capsys):
             f"--steps 500,1000 --layer 1 --heads 0 3 --sequences 128 --out {old}\n")):
         assert delta_bias.main([str(file), "--draw"]) == 2
         assert words in capsys.readouterr().err
+    for flag, value in (("out", "x.json"), ("steps", "4")):
+        assert delta_bias.main([str(old), "--draw", f"--{flag}", value]) == 2
+        assert f"--{flag}={value} changes nothing of a figure" in capsys.readouterr().err
     assert not list(tmp_path.glob("*.png"))
 
 

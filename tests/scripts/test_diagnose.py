@@ -301,6 +301,9 @@ def test_user_errors(run, tmp_path, capsys):
             ([str(run), "--steps", "8,9,10"], "has no checkpoint of step 9, 10 (--steps=8,9,10); it has 4, 8, 12"),
             ([str(run), "--tokens", "0"], "--tokens=0"), ([str(run), "--tokens", "65"], "exceeds the run's block_size"),
             (["--scene", "x", "--save-scene", "y"], "--save-scene=y takes a RUN"),
+            (["--scene", "x", "--steps", "8"], "--steps=8 takes a RUN, of which --scene=x is what was captured"),
+            (["--scene", "x", "--layer", "0", "--head", "1"], "--layer=0 takes a RUN"),
+            (["--scene", "x", "--sequences", "2"], "--sequences=2 takes a RUN"),
             ([str(run), "--layer", "1"], "give both --layer and --head"),
             ([str(run), "--layer", "2", "--head", "0"], "outside layers 0..1, heads 0..1"),
             ([str(run), "--sequences", "0"], "--sequences=0"),
@@ -312,6 +315,17 @@ def test_user_errors(run, tmp_path, capsys):
         error = capsys.readouterr().err
         assert message in error and "Traceback" not in error, error
     assert not (tmp_path / "out").exists()
+
+
+def test_an_order_file_that_was_cut_off(run, tmp_path, capsys):
+    """The last row that it has is not the run's last one."""
+    moved = shutil.copytree(run, tmp_path / "run", ignore=shutil.ignore_patterns("diagnosis"))
+    with OrderFile(moved / "order.bin") as order:
+        cut = order.header.row_bytes * 4
+    os.truncate(moved / "order.bin", (moved / "order.bin").stat().st_size - cut)
+    assert diagnose.main([str(moved), "--steps", "4:", "--device", "cpu", "--out", str(tmp_path / "out")]) == 2
+    assert (f"{moved / 'order.bin'} holds 8 steps, fewer than the 12 of {moved / 'ckpt_00000012.pt'}; take a whole "
+            "copy of it") in capsys.readouterr().err
 
 
 def test_worst_head_rule():
