@@ -100,7 +100,7 @@ def _sampled_differences(result: dict, count: int = 8) -> list[str]:
     others = [row for row in result["runs"][1:] if row["difference"]["steps"]]
     if not others:
         return []
-    steps = others[0]["difference"]["steps"]
+    steps = max((row["difference"]["steps"] for row in others), key=len)  # one that was cut off has fewer
     sample = sorted({steps[i * (len(steps) - 1) // (count - 1)] for i in range(count)})
     lines = [("run", *(f"step {step}" for step in sample))]
     for row in others:

@@ -64,6 +64,12 @@ def test_a_run_that_went_on_with_other_settings_says_so(pair, tmp_path):
     assert "\nb went on with delta=dp_p from step 3\n" in table(found)
 
 
+def test_single_steps_are_those_of_the_longest_run(pair, tmp_path):
+    short = make_run(tmp_path / "short", [4.0])
+    text = table(compare(load_runs([pair[0], short, pair[1]])))
+    assert "step 0     step 1     step 2     step 3  step 4\nshort  +0.00e+00          -  " in text
+
+
 def test_the_largest_of_a_series_is_nan_where_one_is():
     assert str(_last_and_largest([0, 2, 4], [1.0, math.nan, 3.0])) == "{'last': 3.0, 'max': nan, 'step_of_max': 2}"
     assert _last_and_largest([0, 2, 4], [1.0, 5.0, 5.0]) == {"last": 5.0, "max": 5.0, "step_of_max": 2}
