@@ -140,20 +140,23 @@ def _draw(run: Run) -> tuple | None:
         return None
     found = (config.get("seed"), data.get("sha256"), data.get("tokens"), config.get("block_size"),
              config.get("batch_size"), config.get("gradient_accumulation_steps"))
-    return None if None in found else found
+    return None if None in found else (*found[:4], found[4] * found[5])
 
 
 @contextlib.contextmanager
 def _open_order(run: Run):
-    """The order file that the run wrote, else the one that run.json says it replayed; None where neither was kept."""
-    named = (run.info.get("order") or {}).get("path")
-    candidates = ([run.folder / "order.bin"] if run.own_folder else []) + ([Path(named)] if named else [])
+    """The order file that the run wrote, else the one that run.json says it replayed; None where neither was kept, or
+    another run's is there now."""
+    told = run.info.get("order") or {}
+    candidates = [run.folder / "order.bin"] * run.own_folder + ([Path(told["path"])] if told.get("path") else [])
     found = next((path for path in candidates if path.is_file()), None)
     if found is None:
         yield None
     else:
         with OrderFile(found) as order:
-            yield order
+            rows, sha256 = told.get("rows") or 0, told.get("sha256")
+            other = sha256 and found.parent != run.folder and (rows > order.rows or order.sha256(rows) != sha256)
+            yield None if other else order
 
 
 def difference(first: Run, other: Run, steps: int) -> tuple[list[int], list[float]]:
