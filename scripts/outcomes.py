@@ -46,9 +46,9 @@ def propose(run: Run) -> dict:
     turn = step_of_turn(*run.series("loss"))
     norms = {layer: values[sum(step <= turn for step in at) - 1] for layer, (at, values) in layers.items()}
     layer = max(norms, key=lambda i: max(norms[i]))
-    mean = statistics.fmean(norms[layer])
-    return {"layer": layer, "head": norms[layer].index(max(norms[layer])), "norms": norms[layer],
-            "heads": [head for head, norm in enumerate(norms[layer]) if norm > mean]}
+    mean, worst = statistics.fmean(norms[layer]), norms[layer].index(max(norms[layer]))
+    return {"layer": layer, "head": worst, "norms": norms[layer],
+            "heads": [head for head, norm in enumerate(norms[layer]) if norm > mean] or [worst]}  # one, or equals
 
 
 def interval(failed: int, runs: int, z: float = 1.96) -> tuple[float, float]:

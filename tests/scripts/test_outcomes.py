@@ -41,6 +41,11 @@ def test_the_failing_runs_own_log_gives_the_head_that_its_failure_began_in():
     assert (found["layer"], found["head"], found["heads"]) == (1, 2, [0, 2])
 
 
+def test_where_no_head_is_above_the_mean_the_worst_one_is_proposed():
+    """An arm that names no head could not run."""
+    assert propose(recorded([[1.0], [2.0]]))["heads"] == propose(recorded([[2.0, 2.0]]))["heads"] == [0]
+
+
 def test_a_run_without_probes_is_refused():
     with pytest.raises(ValueError, match="no probe/wq_norm_head values"):
         propose(Run(Path("."), True, {}, [{"step": 0, "loss": 1.0}], "bare"))
