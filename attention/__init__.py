@@ -1,6 +1,9 @@
 """Pluggable causal attention: `attend(q, k, v, AttentionSpec(backend="flash_bf16"))`.
 
-A new backend is one file, one preset in spec.py and one `case` below.
+A new backend is one function run(q, k, v, rng, spec_key, want_stats, counted) -> (o, lse, ties, row_max), as `sdpa` of
+standard.py is one for an attention that autograd differentiates and `op.differentiable` makes one of a forward and a
+backward pass; one `case` below, before those of the kernels; a preset in spec.py, and its name in NO_SWITCHES there if
+it reads no switch; and its name in config.py's Backend.
 """
 
 from typing import NamedTuple
@@ -10,7 +13,7 @@ from torch import Tensor, nn
 
 from attention.layers import changed, layer_specs, same_numerics
 from attention.op import check_inputs, smooth_keys
-from attention.spec import BACKENDS, AttentionSpec
+from attention.spec import BACKENDS, NO_SWITCHES, AttentionSpec
 
 __all__ = ["BACKENDS", "AttentionLayer", "AttentionSpec", "RowStats", "attend", "changed", "kernel_for", "layer_specs",
            "same_numerics"]
@@ -34,7 +37,7 @@ def kernel_for(spec: AttentionSpec, device: torch.device | str) -> str:
 
     Errors: ValueError where kernel=triton is asked for without a GPU (or the interpreter).
     """
-    if spec.backend in ("standard", "sdpa"):
+    if spec.backend in NO_SWITCHES:
         return "torch"
     if spec.kernel != "auto":
         if spec.kernel == "triton":

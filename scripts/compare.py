@@ -163,6 +163,8 @@ def plot_layers(runs: Sequence[Run], path: str | Path) -> None:
                 worst = [max(value, key=nan_last) if isinstance(value, list) else value for value in values]
                 axis.plot(steps, worst, color=f"C{layer}", linestyle=STYLES[layer % len(STYLES)], linewidth=1.2,
                           label=f"layer {layer}")
+            if not run.layers(prefix):
+                axis.text(0.5, 0.5, "not logged", transform=axis.transAxes, ha="center", fontsize=8, color="gray")
             if prefix in (ROW_MAX, KEY_MEAN):
                 axis.set_yscale("log")
             away = {WQ_NORM: runaway, ROW_MAX: scores_ran_away}.get(prefix)

@@ -92,7 +92,9 @@ def chosen(run: Path, steps: str) -> list[Path]:
         raise ConfigError(f"--steps={steps} is neither a:b, two step numbers of which either may be left out, nor "
                           "a list a,b")
     at = {checkpoint.step_of(path): path for path in checkpoint.checkpoints(run)}
-    known = f"it has {', '.join(map(str, at)) or 'none'}"
+    if not at:
+        raise ConfigError(f"{run} has no checkpoint (ckpt_*.pt)")
+    known = f"it has {', '.join(map(str, at))}"
     first, last = form.groups()
     wanted = sorted(set(map(int, steps.split(",")))) if first is None else [
         step for step in at if int(first or 0) <= step <= int(last or step)]

@@ -7,6 +7,8 @@ cudnn), or one of ours, BACKEND[+SWITCH=VALUE...]. For another kernel, of q, k, 
 
     from diagnostics.row_sums import row_sums
     left_over, o = row_sums(attention, q, k, v, do)
+    from scripts.row_sums import inputs, measure
+    measure(attention, *inputs([2, 4, 512, 64], scale=4))    # the numbers that follow
 
 q, k, v and do are normal, q and k times each --scale: the larger, the more a row is one key's. By arm and scale: what
 a row of dS adds up to, over the sum of its exact sizes, root mean squares over rows; the share of rows in which it is
@@ -95,11 +97,12 @@ def main(argv: list[str] | None = None) -> int:
         attentions = {arm: attention_of(arm) for arm in args.arms}
         for scale in args.scale:
             q, k, v, do = (x.to(args.device) for x in inputs(args.shape, scale))
-            for arm, attention in attentions.items():
+            for arm, attention in list(attentions.items()):
                 try:
                     rows.append({"arm": arm, "scale": scale} | measure(attention, q, k, v, do))
                 except (RuntimeError, ValueError) as error:
                     print(f"row_sums: {arm} does not run here: {str(error).splitlines()[0]}", file=sys.stderr)
+                    del attentions[arm]
         if not rows:
             raise ConfigError(f"none of --arms {' '.join(args.arms)} runs here; name others")
         print("\n".join(columns([("arm", "scale", "left over", "larger in", "mean", "standard error", "cosine"), *(

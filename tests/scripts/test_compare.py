@@ -173,7 +173,7 @@ def test_lines_differ_without_colour_and_axes_have_units(pair, tmp_path, monkeyp
 
 def test_layers_are_drawn_a_column_a_run(pair, tmp_path, monkeypatch):
     """Of a head's list the largest value counts; a line where W_Q ran away, in its panel alone and without a layer's
-    number; a run without probes is refused, as is an unknown picture format."""
+    number; a panel without values says so; a run without probes is refused, as is an unknown picture format."""
     drawn = []
     monkeypatch.setattr("scripts.compare.save", lambda figure, path, dpi: drawn.append(figure))
     away = make_run(tmp_path / "away", [4.0, 3.0, 2.5, 2.0, 1.5], runs_away_at=2)
@@ -186,8 +186,11 @@ def test_layers_are_drawn_a_column_a_run(pair, tmp_path, monkeypatch):
     assert ties["layer 1"].get_ydata().tolist() == [0.0, 2 / 50, 4 / 50]
     norms = {line.get_label(): line for line in grid[1, 0].lines}
     assert norms["layer 1"].get_ydata().tolist() == [3.0, 5.0, 7.0] and "step" in grid[2, 0].get_xlabel()
-    monkeypatch.undo()
     bare = make_run(tmp_path / "bare", [2.0, 1.0], probes=False)
+    plot_layers(load_runs([pair[0], bare]), tmp_path / "layers.png")
+    grid = np.array(drawn[1].axes).reshape(3, 2)
+    assert [[text.get_text() for text in axis.texts] for axis in grid[:, 1]] == [[], ["not logged"], ["not logged"]]
+    monkeypatch.undo()
     assert main([str(bare), "--layers", str(tmp_path / "none.png")]) == 2 and not (tmp_path / "none.png").exists()
     assert main([str(pair[0]), "--layers", str(tmp_path / "layers.txt")]) == 2
 

@@ -312,7 +312,7 @@ def test_user_errors(run, tmp_path, capsys):
             ([str(run), "--layer", "2", "--head", "0"], "outside layers 0..1, heads 0..1"),
             ([str(run), "--sequences", "0"], "--sequences=0"),
             ([str(run), "--dataset", str(tmp_path)], "has no train.bin"),
-            ([str(tmp_path / "none")], "has no checkpoint in --steps=:; it has none"),
+            ([str(tmp_path / "none")], "has no checkpoint (ckpt_*.pt)"),
             (["--scene", str(tmp_path / "none.npz")], "there is no scene"),
             (["--scene", str(tmp_path / "no.npz")], "is no scene that can be read")):
         assert diagnose.main([*command, "--device", "cpu", "--out", str(tmp_path / "out")]) == 2
