@@ -325,6 +325,13 @@ def test_failure_is_the_first_non_finite_loss():
     assert step_of_failure([], []) is None
 
 
+def test_a_run_that_stopped_at_a_gradient_that_is_not_finite_failed_there():
+    """Its loss may still be finite. A step that was left out for it, and records without a loss, end nothing."""
+    records = [{"step": 0, "val_loss": 3.0}, {"step": 1, "loss": 3.0, "skipped": True}, {"step": 2, "loss": 3.0}]
+    assert failure_of(records) is None
+    assert failure_of([*records, {"step": 3, "loss": 3.0, "grad_norm": math.nan, "stopped": True}]) == 3
+
+
 def test_failure_is_a_rise_of_the_running_mean_by_more_than_half_a_nat():
     # Each loss of 5.5 after 50 of 3.0 raises the mean by 2.5 / 50 = 0.05: 0.5 after ten, more than 0.5 after eleven.
     losses = [3.0] * 50 + [5.5] * 20
