@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 import checkpoint
-from attention import AttentionSpec, changed, layer_specs, same_numerics
+from attention import AttentionSpec, changed, same_numerics, specs_of
 from attention.spec import from_key
 from config import Config, ConfigError
 from data.loader import Tokens, open_tokens, valid_starts
@@ -55,8 +55,7 @@ def prepare(config: Config) -> Plan:
     if config.compile and config.compile_mode == "reduce-overhead" and world > 1:
         raise ConfigError(f"compile_mode=reduce-overhead with {world} ranks: CUDA graphs under DDP have not been tried;"
                           " use compile_mode=default, or one rank")
-    specs = layer_specs(config.n_layer, config.n_head, config.attention, config.switches, config.attention_override,
-                        config.output_heads)
+    specs = specs_of(config)
     _check_float16(config, specs)
     remedies = remedies_of(config, specs)
     out = Path(config.out_dir)

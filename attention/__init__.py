@@ -1,6 +1,6 @@
 """Pluggable causal attention: `attend(q, k, v, AttentionSpec(backend="flash_bf16"))`.
 
-A new backend is one file, one preset in spec.py and one `case` below.
+A new backend is one file, one preset in spec.py, one `case` below and its name in config.Backend.
 """
 
 from typing import NamedTuple
@@ -8,12 +8,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from attention.layers import changed, layer_specs, same_numerics
+from attention.layers import changed, layer_specs, same_numerics, specs_of
 from attention.op import check_inputs, smooth_keys
 from attention.spec import BACKENDS, AttentionSpec
 
 __all__ = ["BACKENDS", "AttentionLayer", "AttentionSpec", "RowStats", "attend", "changed", "kernel_for", "layer_specs",
-           "same_numerics"]
+           "same_numerics", "specs_of"]
 
 
 class RowStats(NamedTuple):

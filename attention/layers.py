@@ -52,6 +52,12 @@ def layer_specs(n_layer: int, n_head: int, backend: str, switches: dict | None =
     return layers
 
 
+def specs_of(config) -> list[AttentionSpec]:
+    """`layer_specs` of a config.Config."""
+    return layer_specs(config.n_layer, config.n_head, config.attention, config.switches, config.attention_override,
+                       config.output_heads)
+
+
 def changed(spec: AttentionSpec, change: str, switches: dict | None = None) -> AttentionSpec:
     """What becomes of a layer's spec by "BACKEND[+SWITCH=VALUE...]", as attention_override writes it, or by
     "SWITCH=VALUE[+...]" on top of what the spec is.
