@@ -106,6 +106,7 @@ class Trainer:
                             self.config.seed, "train", step)
 
     def read(self, split: str, offsets):
+        """Inputs and targets of the sequences at n offsets, (n, block_size) int64, on the device or on its way."""
         x, y = self.plan.tokens[split].batch(offsets, self.config.block_size)
         if self.device.type != "cuda":
             return x, y
@@ -149,7 +150,7 @@ class Trainer:
         """The switches of this run: made, or decided for the next step."""
         return [switch for switch in self.switches if switch.step <= self.step + 1]
 
-    def probe(self, whole: bool, exact: bool = False) -> "Probe":
+    def probe(self, whole: bool, exact: bool = False) -> Probe:
         """`probes.measure` over the first sequences of all ranks; equal on all of them, so that they come to one
         decision. whole: `spectra.Spectra` too, which needs a probe_interval; exact: its norms are."""
         listening = contextlib.nullcontext()
@@ -185,7 +186,7 @@ class Trainer:
             total += loss.detach()
         return total
 
-    def update(self, loss: torch.Tensor) -> "Readback":
+    def update(self, loss: torch.Tensor) -> Readback:
         """Clips, and updates the weights unless something is not finite. The device makes that choice, so it need not
         wait for this process. The readback is mean loss, gradient norm, whether they are bad, whether it updated."""
         scaled = self.scaler.is_enabled()

@@ -127,6 +127,7 @@ def add_tile(acc, pv, a, p_rng, index, tile, PV: tl.constexpr):
 
 @triton.jit
 def probabilities(x, RULE: tl.constexpr):
+    """P = 2^x of x in units of log 2, below 1 where stabilizer=clamp."""
     b_p = tl.exp2(x)
     if RULE == "clamp":
         b_p = tl.minimum(b_p, CLAMP)
@@ -135,6 +136,7 @@ def probabilities(x, RULE: tl.constexpr):
 
 @triton.jit
 def cast_p(b_p, PROBS: tl.constexpr):
+    """P as P V reads it."""
     if PROBS == "fp32":
         return b_p
     elif PROBS == "bf16":
