@@ -91,6 +91,15 @@ def test_resumed_run_closes_a_torn_line_and_wins_where_steps_repeat(tmp_path, ca
     assert [record["loss"] for record in read_metrics(tmp_path)] == [1.0, 1.0, 2.0, 2.0, 2.0]
 
 
+def test_what_was_logged_beyond_the_step_that_a_session_resumed_at_is_another_branch(tmp_path):
+    for start, steps, loss in ((0, range(6), 1.0), (2, (2, 3), 2.0)):
+        metrics = Metrics(tmp_path, CONFIG, {"start_step": start})
+        for step in steps:
+            metrics.log({"step": step, "loss": loss})
+        metrics.close()
+    assert [(r["step"], r["loss"]) for r in read_metrics(tmp_path)] == [(0, 1.0), (1, 1.0), (2, 2.0), (3, 2.0)]
+
+
 @pytest.mark.parametrize("opener, suffix", [(gzip.open, ".gz"), (lzma.open, ".xz")])
 def test_compressed_logs(tmp_path, opener, suffix):
     with opener(tmp_path / f"metrics.jsonl{suffix}", "wt") as file:
@@ -207,8 +216,7 @@ def test_resume_keeps_the_header_and_tells_what_changed(tmp_path):
     before, after = run["sessions"]
     assert before["exit_code"] == 143 and "changed" not in before and before["started"] <= before["ended"]
     assert after["changed"] == {"git_commit": "bbb", "config": {"max_iters": 200}, "order": info["order"]}
-    assert Metrics(tmp_path, CONFIG, info, run_id="given").run_id == "given"
-    assert read_run(tmp_path)["run_id"] == "given" and not list(tmp_path.glob("*.tmp"))
+    assert run["run_id"] == first.run_id and not list(tmp_path.glob("*.tmp"))
 
 
 def test_a_header_that_cannot_be_saved_at_the_end_is_a_message(tmp_path, monkeypatch, capsys):
