@@ -20,6 +20,8 @@ from model import GPTConfig
 from replay.order import Header, OrderError, OrderFile, check_continues
 from replay.switches import Switch, companion, from_plain, read_switches
 
+CONTAINER_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))  # v2, v1
+
 
 @dataclass
 class Plan:
@@ -97,7 +99,7 @@ def prepare(config: Config) -> Plan:
 
 def check_memory(config: Config) -> None:
     """Errors: ConfigError for sizes at which one part alone, of those that are made on the host, exceeds its memory."""
-    here, c = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), config
+    here, c = host_memory(), config
     for names, what, needed in (
             ("eval_iters batch_size", "the starts of an evaluation's sequences", 24 * c.eval_iters * c.batch_size),
             ("gradient_accumulation_steps batch_size", "the starts of a step's sequences", 24 * c.sequences_per_step),
@@ -106,8 +108,17 @@ def check_memory(config: Config) -> None:
              4 * c.n_embd * (12 * c.n_layer * c.n_embd + c.vocab_size + c.block_size))):
         if needed > here:
             given = ", ".join(f"{name}={getattr(c, name)}" for name in names.split())
-            raise ConfigError(f"{given}: {what} alone take {needed / 2**30:.3g} GiB, and this machine has "
-                              f"{here / 2**30:.3g}; give less")
+            raise ConfigError(f"{given}: {what} alone take {needed / 2**30:.3g} GiB, and this machine, or its "
+                              f"container, has {here / 2**30:.3g}; give less")
+
+
+def host_memory() -> int:
+    """Bytes of the machine's memory, or of the container's limit where that is less."""
+    sizes = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    for path in CONTAINER_LIMITS:
+        with contextlib.suppress(OSError, ValueError):  # it is not there, or says "max"
+            sizes.append(int(path.read_text()))
+    return min(sizes)
 
 
 def _read_state(config: Config, model_args: GPTConfig) -> dict | None:

@@ -11,39 +11,9 @@ import torch
 
 from attention import kernel_for
 from attention.spec import from_key
-from config import Config, as_dict
+from config import as_dict
 from replay.switches import companion, read_switches
-
-# Keys that one setting alone reads, by their beginning: that setting, and whether a config has it.
-READ_WITH = (
-    ("compile_mode", "compile=True", lambda c: c["compile"]),
-    ("muon_", "optimizer=muon", lambda c: c["optimizer"] == "muon"),
-    ("monitor_remedy", "monitor=switch", lambda c: c["monitor"] == "switch"),
-    ("monitor_", "a monitor", lambda c: c["monitor"] != "off"),
-    ("probe_sequences", "a probe_interval or a monitor", lambda c: c["probe_interval"] or c["monitor"] != "off"),
-    ("wandb_", "wandb_log=True", lambda c: c["wandb_log"] or c["wandb_mode"] != "disabled"),
-    ("lr_decay_iters", "decay_lr=True", lambda c: c["decay_lr"]),
-    ("min_lr", "decay_lr=True", lambda c: c["decay_lr"]),
-)
-
-
-def unread(config: dict) -> list[str]:
-    """What was set and changes nothing, and with what it would: "compile_mode=reduce-overhead (read with ...)"."""
-    return [f"{name}={config[name]} (read with {what})" for name, default in as_dict(Config()).items()
-            if config[name] != default and (what := _lacks(config, name))]
-
-
-def read_keys(config: dict) -> dict:
-    """The keys of a config that its run reads: in what else two configs differ, their runs do not. A key that the
-    config's commit did not have yet is at its default, or a run without it could go on with it."""
-    config = as_dict(Config()) | config
-    config["smooth_k"] = float(config["smooth_k"] or 0)  # True of the commits where it was all or nothing
-    return {name: value for name, value in config.items() if not _lacks(config, name)}
-
-
-def _lacks(config: dict, name: str) -> str | None:
-    """The setting without which this key is not read, where a config does not have it."""
-    return next((what for begins, what, on in READ_WITH if name.startswith(begins) and not on(config)), None)
+from settings import unread
 
 
 def describe_run(config, plan, group, trainer) -> dict:
@@ -66,7 +36,7 @@ def describe_run(config, plan, group, trainer) -> dict:
         "start_step": plan.start,
         "world_size": group.world_size,
         "device": group.device.type,
-        "device_name": torch.cuda.get_device_name(group.device) if group.device.type == "cuda" else _processor(),
+        "device_name": torch.cuda.get_device_name(group.device) if group.device.type == "cuda" else processor(),
         **git_state(),
         "versions": {"python": platform.python_version(), "torch": torch.__version__, "cuda": torch.version.cuda}
         | {name: _version(name) for name in ("triton", "numpy")},
@@ -165,7 +135,8 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _processor() -> str:
+def processor() -> str:
+    """Its name, of this machine."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as file:
             return next(line.split(":", 1)[1].strip() for line in file if line.startswith("model name"))

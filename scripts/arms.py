@@ -20,7 +20,7 @@ from data.loader import open_tokens
 from data.meta import corpus_folder
 from metrics import read_metrics, read_run, to_json
 from plan import check_memory, remedies_of
-from runinfo import read_keys
+from settings import read_keys
 
 FURTHER = "Every other --key=value goes to train.py, whose keys python train.py --help lists."  # of a script's --help
 ROOT = Path(__file__).resolve().parents[1]

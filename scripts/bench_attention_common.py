@@ -10,7 +10,7 @@ import torch
 from attention import AttentionSpec
 from attention.layers import changed
 from files import write_text
-from runinfo import git_state
+from runinfo import git_state, processor
 
 DTYPES = ("bfloat16", "float16", "float32")
 RNG = (1234567, 3, 5)  # seed, layer and draw of stochastic rounding
@@ -89,7 +89,8 @@ def write(path, **content):
     """Hardware, commit and versions, then `content`, as JSON."""
     import triton
 
-    head = dict(hardware=torch.cuda.get_device_name(), commit=git_state()["git_commit"],
+    head = dict(hardware=torch.cuda.get_device_name() if torch.cuda.is_available() else processor(),
+                commit=git_state()["git_commit"],
                 versions=dict(python=sys.version.split()[0], torch=torch.__version__, triton=triton.__version__,
                               cuda=torch.version.cuda))
     write_text(path, json.dumps(head | content, indent=1) + "\n")

@@ -35,10 +35,18 @@ def thin(records: list[dict]) -> list[dict]:
     return [{key: short(key, value) for key, value in r.items() if kept(r["step"], key)} for r in records]
 
 
+def name_of(run: Path) -> str:
+    """What the files of a run are called: after its folder, or as the file that was kept of it."""
+    run = run.resolve()
+    if run.is_dir():
+        return run.name
+    return run.parent.name if run.name.startswith("metrics.jsonl") else run.name.partition(".jsonl")[0]
+
+
 def collect(run: Path, out: Path, order: bool, thinned: bool = False) -> list[Path]:
     """Writes the files of one run, an out_dir or a file that was kept, into `out` and returns their paths. Errors:
     MetricsError for what is no run."""
-    header, name = read_run(run), run.resolve().name.removesuffix(".jsonl.xz")
+    header, name = read_run(run), name_of(run)
     if not header:
         raise MetricsError(f"{run} is not the out_dir of a run: it has no run.json")
     if order and not (run / "order.bin").is_file():
@@ -61,7 +69,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--order", action="store_true", help="the order file too")
     parser.add_argument("--thin", action="store_true", help="of many runs: fewer probes and digits, by `thin`")
     args = parser.parse_args(argv)
-    names = [run.resolve().name for run in args.runs]
+    names = [name_of(run) for run in args.runs]
     if len(set(names)) < len(names):
         print(f"collect: two runs share a name, among {', '.join(names)}; collect them into folders of their own",
               file=sys.stderr)

@@ -21,7 +21,7 @@ from files import write_text
 from metrics import MetricsError, to_json
 from replay.order import OrderError
 from scripts.monitor import probed, runaway, scores_ran_away
-from scripts.runs import CompareError, Run, columns, common_steps, difference, load_runs, nan_last
+from scripts.runs import CompareError, Run, columns, common_steps, difference, load_runs, nan_last, told
 from scripts.targets import check_targets, named
 
 TIES, TIES_HEAD, WQ_NORM, ROW_MAX, KEY_MEAN = (f"probe/{name}/layer" for name in ("ties", "ties_head", "wq_norm",
@@ -50,7 +50,8 @@ def compare(runs: Sequence[Run], allow_different_orders: bool = False) -> dict:
         absolute = [abs(value) for value in signed]
         alarm, scores = runaway(run.records), scores_ran_away(run.records)
         norms = [norm for norm in run.series("grad_norm")[1] if math.isfinite(norm)]
-        row = {"name": run.name, "attention": run.info.get("attention"), "steps": run.steps,
+        row = {"name": run.name, "attention": run.info.get("attention"), "resumed_with": run.resumed_with(),
+               "steps": run.steps,
                "final_loss": losses[-1], "final_val_loss": validation[-1] if validation else None,
                "step_of_failure": failure_of(run.records),
                "ran_away": alarm is not None if probed(run.records) else None,
@@ -82,6 +83,7 @@ def table(result: dict) -> str:
     text = [f"reference: {result['reference']}; loss and differences in nats per token"
             + (f"; {result['label']}" if result["label"] else "")]
     text += columns(lines)
+    text += [f"{row['name']} went on with {told(other)}" for row in result["runs"] for other in row["resumed_with"]]
     text += _sampled_differences(result)
     for key, title, form in (("ties", "share of rows with tied maxima, last (largest)", ".4f"),
                              ("wq_norm", "largest spectral norm of a head's W_Q, last (largest)", ".2f")):
@@ -99,7 +101,7 @@ def _sampled_differences(result: dict, count: int = 8) -> list[str]:
     others = [row for row in result["runs"][1:] if row["difference"]["steps"]]
     if not others:
         return []
-    steps = others[0]["difference"]["steps"]
+    steps = max((row["difference"]["steps"] for row in others), key=len)  # one that was cut off has fewer
     sample = sorted({steps[i * (len(steps) - 1) // (count - 1)] for i in range(count)})
     lines = [("run", *(f"step {step}" for step in sample))]
     for row in others:

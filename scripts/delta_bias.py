@@ -79,7 +79,7 @@ def measure(run: Path, steps: str, layer: int, heads: list[int] | None, sequence
             dataset: str | None = None, numerics: Sequence[str] = ("run",)) -> list[dict]:
     """A line for each checkpoint, head and numerics. Errors as `diagnose.open_run` and `check`."""
     paths = chosen(run, steps)
-    config, plan = open_run(run, dataset)
+    config, plan = open_run(paths, dataset)
     heads = sorted(set(heads or range(config.n_head)))
     rows = math.ceil(sequences / config.sequences_per_step)
     check(config, plan, paths, layer, heads, sequences, rows, numerics)
@@ -125,17 +125,18 @@ def by_sequence(values: list[Pushes]) -> dict[str, float]:
                     "tied": torch.cat([value.tied for value in values]).mean().item()}
 
 
-def by_step(matrices: list[Tensor]) -> dict[str, float]:
-    """The script's measures step by step, of (exact dW_Q, its error) for each step; cosines are nan for one step, and
-    all is that an error which is not finite has a part in."""
+def by_step(matrices: list[Tensor]) -> dict[str, float | None]:
+    """The script's measures step by step, of (exact dW_Q, its error) for each step; cosines are None where no two steps
+    have one, and all is nan that an error which is not finite has a part in."""
     exact, errors = torch.stack(matrices).unbind(1)
     share = [spectral_norm(error) / (spectral_norm(one) or math.nan) for error, one in zip(errors, exact, strict=True)]
     found = {"error_share": sum(share) / len(share), "error_rank_one": sum(map(top_share, errors)) / len(errors)}
-    pairs = tuple(torch.triu_indices(len(errors), len(errors), 1))
     for name, several in (("error", errors), ("gradient", exact)):
-        flat = torch.nn.functional.normalize(several.flatten(1), dim=1)
-        cosine = (flat @ flat.mT)[pairs]
-        found |= {f"{name}_cosine": cosine.mean().item(), f"{name}_cosine_size": cosine.abs().mean().item()}
+        flat = several.flatten(1)
+        flat = torch.nn.functional.normalize(flat[(flat != 0).any(1)], dim=1)  # 0 has no direction
+        cosine = (flat @ flat.mT)[tuple(torch.triu_indices(len(flat), len(flat), 1))]
+        found |= {f"{name}_cosine": cosine.mean().item() if len(cosine) else None,
+                  f"{name}_cosine_size": cosine.abs().mean().item() if len(cosine) else None}
     return found
 
 
@@ -205,9 +206,10 @@ def report(lines: list[dict]) -> None:
           "by the exact gradient, t  error share  cosine  size")
     for x in lines:
         push, error, gradient = (f"{x[name]:+.3e} {x[f'{name}_t']:+6.1f}" for name in ("push", "error", "gradient"))
+        cosine, size = ("-" if x[name] is None else format(x[name], form)
+                        for name, form in (("error_cosine", "+.2f"), ("error_cosine_size", ".2f")))
         print(f"{x['step']:6} {x['head']:4} {x['wq_norm']:6.1f} {x['tied']:5.2f}  {x['numerics']:<{width}}  {push:>33}"
-              f"   {error:>16}   {gradient:>24}  {x['error_share']:11.3f}  {x['error_cosine']:+6.2f}  "
-              f"{x['error_cosine_size']:4.2f}")
+              f"   {error:>16}   {gradient:>24}  {x['error_share']:11.3f}  {cosine:>6}  {size:>4}")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -227,6 +229,10 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         if args.draw:
+            for name in ("steps", "layer", "heads", "numerics", "sequences", "out", "dataset"):
+                if (given := getattr(args, name)) != parser.get_default(name):
+                    raise ConfigError(f"--{name}={given} changes nothing of a figure, which --draw makes beside "
+                                      f"{args.run} of all that is there; leave it out")
             check_targets(figure_of(args.run))
             draw_again(args.run)
             return 0

@@ -24,7 +24,7 @@ import torch
 import checkpoint
 from attention import AttentionLayer, AttentionSpec
 from attention.spec import from_key
-from config import ConfigError, from_dict
+from config import Config, ConfigError, from_dict
 from data.loader import draw_offsets
 from determinism import set_determinism
 from diagnostics.diagnosis import diagnose
@@ -37,28 +37,52 @@ from files import write_text
 from metrics import MetricsError, read_metrics, to_json
 from model import GPT
 from plan import Plan, prepare
-from replay.order import OrderFile
+from replay.order import OrderError, OrderFile
 from scripts.runs import Run
 from scripts.targets import check_targets, named
 
 
-def open_run(run: Path, dataset: str | None = None) -> tuple:
-    """(config, plan) of a finished or running run, its data and order checked against each other. Errors: ValueError,
-    CheckpointError."""
-    state = checkpoint.load_latest(run)
-    if "config" not in state:
-        raise ConfigError(f"{run} has no entry 'config'; it is not a checkpoint of train.py")
-    config = from_dict(state["config"], str(run))
+def open_run(paths: list[Path], dataset: str | None = None) -> tuple:
+    """(config, plan) of the run that these checkpoints are of, finished or running, its data and order checked against
+    each other. The config is the one that they were saved with, not that of a session which went on with others.
+    Errors: ValueError, CheckpointError."""
+    run = paths[0].parent
     own = run / "order.bin"
+    config, *older = map(_saved_with, reversed(paths))
+    for path, other in zip(paths[-2::-1], older, strict=True):
+        now, then = (_read_with(one, own.is_file()) for one in (config, other))
+        if changed := [name for name in now | then if now.get(name) != then.get(name)]:
+            before, after = (", ".join(f"{name}={one.get(name)!r}" for name in changed) for one in (then, now))
+            raise ConfigError(f"{run} was resumed with other settings: {path.name} was saved with {before}, "
+                              f"{paths[-1].name} with {after}, which cannot be mixed; choose one side with --steps")
     order = own if own.is_file() else config.replay
     config = dataclasses.replace(config, out_dir=str(run), init_from="resume", dataset=dataset or config.dataset,
                                  replay=str(order or ""), replay_switches=False, record=own.is_file())
+    rows, last = config.max_iters, checkpoint.step_of(checkpoint.latest(run))
     if order:
         with OrderFile(order) as file:
-            config = dataclasses.replace(config, max_iters=max(1, file.rows))
+            rows = file.rows
+        if rows < last:
+            raise OrderError(f"{order} holds {rows} steps, fewer than the {last} of {checkpoint.latest(run)}; take a "
+                             "whole copy of it")
+    config = dataclasses.replace(config, max_iters=max(1, rows, last))
     plan = prepare(config)
     plan.state = None  # each checkpoint is loaded in its turn
     return config, plan
+
+
+def _saved_with(path: Path) -> Config:
+    state = checkpoint.load(path)
+    if "config" not in state:
+        raise ConfigError(f"{path} has no entry 'config'; it is not a checkpoint of train.py")
+    return from_dict(state["config"], str(path))
+
+
+def _read_with(config: Config, recorded: bool) -> dict:
+    """The settings that decide what is read of a checkpoint; of a run that recorded its order, that has the rows."""
+    names = ["attention", "attention_override", "output_heads", "dtype"]
+    names += [] if recorded else ["replay", "seed", "batch_size", "gradient_accumulation_steps"]
+    return {name: getattr(config, name) for name in names} | config.switches
 
 
 def chosen(run: Path, steps: str) -> list[Path]:
@@ -85,7 +109,7 @@ def capture_run(run: Path, steps: str = ":", layer: int | None = None, head: int
     `sequences` of that step's recorded row (the end of the run: of the last row), of which the scene keeps `tokens`
     leading positions (all). Errors as `open_run`."""
     paths = chosen(run, steps)
-    config, plan = open_run(run, dataset)
+    config, plan = open_run(paths, dataset)
     if tokens and tokens > config.block_size:
         raise ConfigError(f"--tokens={tokens} exceeds the run's block_size={config.block_size}")
     if (layer is None) != (head is None):
@@ -179,8 +203,11 @@ def main(argv: list[str] | None = None) -> int:
             raise ConfigError(f"--sequences={args.sequences} must be at least 1")
         if args.tokens is not None and args.tokens < 1:
             raise ConfigError(f"--tokens={args.tokens} must be at least 1")
-        if args.scene and args.save_scene:
-            raise ConfigError(f"--save-scene={args.save_scene} takes a RUN; --scene={args.scene} is one already")
+        of_run = ("steps", "layer", "head", "sequences", "tokens", "save_scene", "dataset")
+        for name in of_run if args.scene else ():
+            if (given := getattr(args, name)) != parser.get_default(name):
+                raise ConfigError(f"--{name.replace('_', '-')}={given} takes a RUN, of which --scene={args.scene} is "
+                                  "what was captured; leave it out")
         if args.device.startswith("cuda") and not torch.cuda.is_available():
             raise ConfigError(f"--device={args.device}, but torch sees no GPU; use --device=cpu")
         out = Path(args.out or (Path(args.scene).parent if args.scene else Path(args.run) / "diagnosis"))

@@ -44,6 +44,7 @@ keep() {  # once there is a step to keep; of a replay not the order, which is ke
   "$PYTHON" scripts/collect.py "$OUT" --out "$RESULTS" "${order[@]}"
 }
 
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-100}  # s to save in, within timeout's 120
 timeout --signal=TERM --kill-after=120 "${MINUTES}m" \
   "$PYTHON" scripts/ranks.py "$GPUS" "$CONFIG" "${flags[@]}" "$@" ${resume:+"$resume"} &
 run=$!

@@ -45,6 +45,7 @@ ARMS = {
     "sdpa": Arm(("--attention=sdpa",)),
     # Is it along the mean key? With scores in FP32, and that mean taken out, or twice or four times as long.
     "fa2_smooth_k": Arm(("--attention=flash_fa2", "--smooth_k=1")),
+    "mean_key_4": Arm(("--smooth_k=-3",)),
     "fa2_mean_key_2": Arm(("--attention=flash_fa2", "--smooth_k=-1")),
     "fa2_mean_key_4": Arm(("--attention=flash_fa2", "--smooth_k=-3")),
     "delta_dp_p_mean_key_4": Arm(("--delta=dp_p", "--smooth_k=-3")),

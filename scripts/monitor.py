@@ -21,7 +21,7 @@ from config import Config
 from diagnostics.monitor import FIRST, SIGNALS, Alarm, MonitorRule
 from failure import failure_of
 from files import write_text
-from metrics import MetricsError, to_json
+from metrics import MetricsError, find_metrics, to_json
 from scripts.runs import CompareError, Run, columns, load_runs
 from scripts.targets import check_targets, named
 
@@ -109,8 +109,9 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         check_targets(args.json)
-        runs = load_runs(args.runs)
-        for run, path in zip(runs, args.runs, strict=True):
+        paths = list({find_metrics(path).resolve(): path for path in args.runs}.values())  # one given twice counts once
+        runs = load_runs(paths)
+        for run, path in zip(runs, paths, strict=True):
             if not probed(run.records):
                 raise CompareError(f"{path} has no probes; record it with --probe_interval=100 or --monitor=warn")
         default = Config().monitor_thresholds

@@ -15,9 +15,9 @@ from pathlib import Path
 
 from diagnostics.lines import save, subplots
 from failure import WINDOW, failure_of, step_of_turn
-from runinfo import read_keys
 from scripts.monitor import probed, runaway, scores_ran_away
-from scripts.runs import CompareError, Run, load_run, nan_last
+from scripts.runs import NO_STEP, CompareError, Run, load_run, nan_last, told
+from settings import read_keys
 
 FAILS, STABLE, UNTRIED = "fails", "stable", "not tried"
 FIRST = "flash_bf16"  # the run that fails: it proposes the layer and the heads that other arms name
@@ -46,9 +46,9 @@ def propose(run: Run) -> dict:
     turn = step_of_turn(*run.series("loss"))
     norms = {layer: values[sum(step <= turn for step in at) - 1] for layer, (at, values) in layers.items()}
     layer = max(norms, key=lambda i: max(norms[i]))
-    mean = statistics.fmean(norms[layer])
-    return {"layer": layer, "head": norms[layer].index(max(norms[layer])), "norms": norms[layer],
-            "heads": [head for head, norm in enumerate(norms[layer]) if norm > mean]}
+    mean, worst = statistics.fmean(norms[layer]), norms[layer].index(max(norms[layer]))
+    return {"layer": layer, "head": worst, "norms": norms[layer],
+            "heads": [head for head, norm in enumerate(norms[layer]) if norm > mean] or [worst]}  # one, or equals
 
 
 def interval(failed: int, runs: int, z: float = 1.96) -> tuple[float, float]:
@@ -183,12 +183,10 @@ def _rate(begun: list[dict], name: str, event: str) -> dict:
 
 
 def check_alike(runs: Iterable[tuple[tuple[str, int], Run]], arms: dict[str, Arm]) -> None:
-    """Runs of one table have the seed and the flags that they are filed under, and differ in what these name, where and
-    how far they ran, what they evaluated and saved on the way, which changes no step, and in nothing else. Errors:
-    ValueError, which names the first that does, and what it differs from, with folders and values."""
-    free = {"seed", "out_dir", "dataset", "init_from", "max_iters", "checkpoint_interval", "keep_checkpoints",
-            "eval_interval", "eval_iters"}
-    reference = None
+    """Runs of one table have the seed and the flags that they are filed under, to the end, and differ in what these
+    name, in what changes no step, and in nothing else. Errors: ValueError, which names the first that does, and what it
+    differs from, with folders and values."""
+    free, reference = NO_STEP | {"seed"}, None
     for (name, seed), run in runs:
         where = f"{name} of seed {seed}, in {run.folder},"
         if not (settings := dict(run.info.get("config", {}))):
@@ -199,6 +197,8 @@ def check_alike(runs: Iterable[tuple[tuple[str, int], Run]], arms: dict[str, Arm
             value = resolved.get(key) if settings.get(key) is None else settings[key]  # None is the commit's default
             if key != "dataset" and "{" not in text and value is not None and not _says(text, value):
                 raise ValueError(f"{where} has {key}={value}, not {text}; file it as what it is, or leave it out")
+        if other := run.resumed_with():
+            raise ValueError(f"{where} went on with {told(other[0])}: it is of no one arm; leave it out")
         if "dataset" not in flags:
             settings["training data with SHA-256"] = run.info.get("data", {}).get("sha256")
         reference = reference or (where, flags, settings)

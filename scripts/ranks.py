@@ -41,6 +41,8 @@ def main(argv: list[str]) -> int:
         print(f"ranks.py: --nnodes={asked} is no number of nodes", file=sys.stderr)
         return train.EXIT_USER
     os.environ["WORLD_SIZE"] = str(int(ranks) * nodes)  # for `prepare`; the ranks get theirs from torchrun
+    # Seconds from SIGTERM to SIGKILL, 30 by torchrun's default: rank 0 may still be saving. torch 2.11 has 30 for good.
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "300")
     try:  # once, before any rank: torchrun ends all of them with the first one, perhaps before rank 0 has said why
         train.prepare(train.load(flags))
     except (ValueError, *train.USER_ERRORS) as error:

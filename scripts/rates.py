@@ -145,6 +145,8 @@ def collect_experiment(arms: dict[str, Arm], args: argparse.Namespace, extra: li
         raise ValueError(f"--collect runs nothing, so --kept {' '.join(map(str, args.kept))} would be left out; give "
                          "these to --collect")
     chosen, left_out = _find([args.out, *args.collect], arms, args)
+    if left_out and not chosen:
+        raise ValueError(f"none of the runs is of --arms and --seeds; there are {' '.join(sorted(left_out))}")
     table = tabulate(arms, args.seeds, {key: run for key, (_, run) in chosen.items()}, args.steps)
     for (_, seed), (path, _) in chosen.items():
         if not path.absolute().is_relative_to(args.out.absolute()):

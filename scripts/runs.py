@@ -9,6 +9,11 @@ from pathlib import Path
 
 from metrics import find_metrics, read_metrics, read_run
 from replay.order import OrderFile
+from settings import read_keys
+
+# Of a config, what changes no step: where and how far a run ran, and what it evaluated and saved on the way.
+NO_STEP = {"out_dir", "dataset", "init_from", "max_iters", "checkpoint_interval", "keep_checkpoints", "eval_interval",
+           "eval_iters"}
 
 
 class CompareError(ValueError):
@@ -43,6 +48,21 @@ class Run:
         steps, _ = self.series("loss")
         return steps[-1] + 1 if steps else 0
 
+    def resumed_with(self) -> list[dict]:
+        """{"step": the first one, key: value, ...} of sessions with other settings than the run began with, of which a
+        step is among the records. run.json's own config is that of the first session."""
+        begun, sessions = self.info.get("config", {}), self.info.get("sessions", [])
+        changes = [session.get("changed", {}) for session in sessions]
+        starts = [change.get("start_step", self.info.get("start_step", 0)) for change in changes]
+        found = []
+        for i, (start, change) in enumerate(zip(starts, changes, strict=True)):
+            if "config" in change and start < min([self.steps, *starts[i + 1:]]):  # else made again, or not made
+                then, now = read_keys(begun), read_keys(begun | change["config"])
+                other = {key: now[key] for key in sorted(now.keys() & then.keys() - NO_STEP - {"replay"})
+                         if now[key] != then[key]}
+                found += [{"step": start} | other] if other else []
+        return found
+
 
 def nan_last(value: float) -> float:
     """The key of a maximum that NaN is: what max makes of one by itself depends on where it stands."""
@@ -53,6 +73,11 @@ def columns(lines: Sequence[Sequence[str]]) -> list[str]:
     """Lines of a table: the first column begins at one place, the others end at one."""
     first, *others = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return ["  ".join([line[0].ljust(first), *map(str.rjust, line[1:], others)]) for line in lines]
+
+
+def told(other: dict) -> str:
+    """One of `Run.resumed_with` in words."""
+    return ", ".join(f"{key}={value}" for key, value in other.items() if key != "step") + f" from step {other['step']}"
 
 
 def load_run(path: str | Path) -> Run:
@@ -115,20 +140,23 @@ def _draw(run: Run) -> tuple | None:
         return None
     found = (config.get("seed"), data.get("sha256"), data.get("tokens"), config.get("block_size"),
              config.get("batch_size"), config.get("gradient_accumulation_steps"))
-    return None if None in found else found
+    return None if None in found else (*found[:4], found[4] * found[5])
 
 
 @contextlib.contextmanager
 def _open_order(run: Run):
-    """The order file that the run wrote, else the one that run.json says it replayed; None where neither was kept."""
-    named = (run.info.get("order") or {}).get("path")
-    candidates = ([run.folder / "order.bin"] if run.own_folder else []) + ([Path(named)] if named else [])
+    """The order file that the run wrote, else the one that run.json says it replayed; None where neither was kept, or
+    another run's is there now."""
+    told = run.info.get("order") or {}
+    candidates = [run.folder / "order.bin"] * run.own_folder + ([Path(told["path"])] if told.get("path") else [])
     found = next((path for path in candidates if path.is_file()), None)
     if found is None:
         yield None
     else:
         with OrderFile(found) as order:
-            yield order
+            rows, sha256 = told.get("rows") or 0, told.get("sha256")
+            other = sha256 and found.parent != run.folder and (rows > order.rows or order.sha256(rows) != sha256)
+            yield None if other else order
 
 
 def difference(first: Run, other: Run, steps: int) -> tuple[list[int], list[float]]:

@@ -43,7 +43,8 @@ MAY_IMPORT = {
     "failure": set(),
     "files": set(),
     "plan": {"attention", "config", "checkpoint", "data", "metrics", "model", "replay"},
-    "runinfo": {"attention", "config", "replay"},
+    "settings": {"config"},
+    "runinfo": {"attention", "config", "replay", "settings"},
     "keeper": {"checkpoint", "metrics", "replay", "trainer"},
 }
 EVERYTHING = ("train", "trainer", "steplog", "scripts")

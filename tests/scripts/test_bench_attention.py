@@ -107,6 +107,10 @@ def test_errors_are_those_against_float64():
 
 
 def test_file(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    write(tmp_path / "cpu.json")
+    assert json.loads((tmp_path / "cpu.json").read_text())["hardware"] == runinfo.processor() != ""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
     write(tmp_path / "new" / "a.json", rows=[1])
     found = json.loads((tmp_path / "new" / "a.json").read_text())

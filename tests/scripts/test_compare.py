@@ -54,6 +54,40 @@ def pair(tmp_path):
     return a, make_run(tmp_path / "b", [4.0, 3.25, 2.25, 2.5, math.nan])
 
 
+def test_a_run_that_went_on_with_other_settings_says_so(pair, tmp_path):
+    """run.json's own settings are those that it began with."""
+    header = json.loads((pair[1] / "run.json").read_text())
+    header["sessions"] += [{"changed": {"start_step": 3, "config": {"delta": "dp_p", "max_iters": 5}}}]
+    (pair[1] / "run.json").write_text(json.dumps(header))
+    found = compare(load_runs(pair))
+    assert [row["resumed_with"] for row in found["runs"]] == [[], [{"step": 3, "delta": "dp_p"}]]
+    assert "\nb went on with delta=dp_p from step 3\n" in table(found)
+
+
+def test_single_steps_are_those_of_the_longest_run(pair, tmp_path):
+    short = make_run(tmp_path / "short", [4.0])
+    text = table(compare(load_runs([pair[0], short, pair[1]])))
+    assert "step 0     step 1     step 2     step 3  step 4\nshort  +0.00e+00          -  " in text
+
+
+def test_an_order_file_of_another_run_is_not_taken_for_the_runs_own(tmp_path):
+    """A log that was kept names the file of its folder, where another run has gone since: the hashes count."""
+    kept = []
+    for name in ("a", "b"):
+        run = make_run(tmp_path / name, [4.0, 3.0])
+        kept.append(tmp_path / f"{name}.jsonl")
+        shutil.copy(run / "metrics.jsonl", kept[-1])
+        shutil.copy(run / "run.json", tmp_path / f"{name}.run.json")
+        shutil.rmtree(run)
+    make_run(tmp_path / "a", [4.0, 3.0], seed=1)
+    assert common_steps(*load_runs(kept)) == 2
+    make_run(tmp_path / "b", [4.0, 3.0], seed=1)
+    assert common_steps(*load_runs(kept)) == 2
+    assert common_steps(*load_runs([tmp_path / "a", tmp_path / "b"])) == 2
+    with pytest.raises(CompareError, match="not comparable"):
+        common_steps(*load_runs([kept[0], tmp_path / "a"]))
+
+
 def test_the_largest_of_a_series_is_nan_where_one_is():
     assert str(_last_and_largest([0, 2, 4], [1.0, math.nan, 3.0])) == "{'last': 3.0, 'max': nan, 'step_of_max': 2}"
     assert _last_and_largest([0, 2, 4], [1.0, 5.0, 5.0]) == {"last": 5.0, "max": 5.0, "step_of_max": 2}
@@ -226,6 +260,8 @@ def test_orders_drawn_from_one_seed_are_one_order_whatever_their_length(tmp_path
     drawn = {"seed": 1, "block_size": 8, "batch_size": 4, "gradient_accumulation_steps": 1}
     for run in runs:
         run.info |= {"config": dict(drawn), "data": {"sha256": "ab", "tokens": 10_000}}
+    assert common_steps(*runs) == 2
+    runs[1].info["config"] |= {"batch_size": 2, "gradient_accumulation_steps": 2}  # a step has as many sequences
     assert common_steps(*runs) == 2
     for place, name in [*(("config", name) for name in drawn), ("data", "sha256"), ("data", "tokens")]:
         own = runs[1].info[place]

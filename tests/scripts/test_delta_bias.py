@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 
 import pytest
 import torch
@@ -26,6 +27,12 @@ def test_a_run(run, capsys):  # noqa: F811
     assert delta_bias.main(argv) == 0
     (last,) = json.loads((run / "delta_bias.json").read_text())["rows"]
     assert (last["step"], last["sequences"]) == (12, 12)
+    assert abs(last["error_cosine"]) <= 1
+    capsys.readouterr()
+    assert delta_bias.main([str(run), "--sequences", "8", "--device", "cpu"]) == 0  # of one step
+    assert all(r["error_cosine"] is r["gradient_cosine_size"] is None
+               for r in json.loads((run / "delta_bias.json").read_text())["rows"])
+    assert all(line.split()[-2:] == ["-", "-"] for line in capsys.readouterr().out.splitlines()[1:-1])
 
 
 def test_other_numerics_on_the_same_weights(run):  # noqa: F811
@@ -56,6 +63,9 @@ def test_files_that_cannot_be_drawn(tmp_path, capsys):
             f"--steps 500,1000 --layer 1 --heads 0 3 --sequences 128 --out {old}\n")):
         assert delta_bias.main([str(file), "--draw"]) == 2
         assert words in capsys.readouterr().err
+    for flag, value in (("out", "x.json"), ("steps", "4")):
+        assert delta_bias.main([str(old), "--draw", f"--{flag}", value]) == 2
+        assert f"--{flag}={value} changes nothing of a figure" in capsys.readouterr().err
     assert not list(tmp_path.glob("*.png"))
 
 
@@ -65,6 +75,19 @@ def test_cosines_tell_a_bias_from_a_direction_whose_sign_changes():
         found = delta_bias.by_step([torch.stack([gradient, sign * direction]) for sign in signs])
         assert found == pytest.approx({"error_share": 3.0, "error_rank_one": 1.0, "error_cosine": cosine,
                                        "error_cosine_size": 1.0, "gradient_cosine": 1.0, "gradient_cosine_size": 1.0})
+
+
+def test_what_has_no_cosine_is_told_from_what_is_not_finite():
+    """One step, or errors of 0, which have no direction, against one that is nan."""
+    def cosines(*sizes):
+        one = torch.eye(3, dtype=torch.float64)
+        found = delta_bias.by_step([torch.stack([one, size * one]) for size in sizes])
+        return [found[f"{name}_cosine{end}"] for name in ("error", "gradient") for end in ("", "_size")]
+
+    assert cosines(1) == [None] * 4
+    assert cosines(0, 0, 1) == pytest.approx([None, None, 1, 1])
+    assert cosines(0, -1, 1) == pytest.approx([-1, 1, 1, 1])
+    assert cosines(math.nan, 1) == pytest.approx([math.nan, math.nan, 1, 1], nan_ok=True)
 
 
 @pytest.mark.parametrize("argv, words", [(["--sequences", "1"], "--sequences=1 must be at least 2"),
@@ -84,7 +107,7 @@ def test_what_a_user_can_change(run, argv, words, capsys):  # noqa: F811
 
 def test_numerics_fit_what_the_layer_was_switched_to(run, monkeypatch, capsys):  # noqa: F811
     """Told before the checkpoints before the switch are measured."""
-    config, plan = delta_bias.open_run(run)
+    config, plan = delta_bias.open_run(delta_bias.chosen(run, ":"))
     last = delta_bias.checkpoint.step_of(delta_bias.chosen(run, ":")[-1])
     plan.switches = [Switch(last, 1, AttentionSpec("standard").key)]
     monkeypatch.setattr(delta_bias, "open_run", lambda *_: (config, plan))
@@ -108,7 +131,7 @@ def test_what_is_not_finite_is_nan_and_drawn_again(run, tmp_path):  # noqa: F811
 
 @pytest.mark.parametrize("option", ["qk_norm", "softcap"])
 def test_a_run_with_something_between_w_q_and_the_scores_is_refused(run, monkeypatch, capsys, option):  # noqa: F811
-    config, plan = delta_bias.open_run(run)
+    config, plan = delta_bias.open_run(delta_bias.chosen(run, ":"))
     if option == "softcap":
         plan.specs[:] = [dataclasses.replace(spec, softcap=5.0) for spec in plan.specs]
     else:
@@ -125,7 +148,7 @@ def test_smooth_k_goes_on_from_what_the_run_took_out(run, monkeypatch, capsys): 
         read, spec = (AttentionSpec(smooth_k=share) for share in (had, wanted))
         further = delta_bias._further(read, spec).smooth_k
         assert torch.allclose(smooth_keys(smooth_keys(k, had), further), smooth_keys(k, wanted))
-    config, plan = delta_bias.open_run(run)
+    config, plan = delta_bias.open_run(delta_bias.chosen(run, ":"))
     plan.specs[:] = [dataclasses.replace(spec, smooth_k=1) for spec in plan.specs]
     monkeypatch.setattr(delta_bias, "open_run", lambda *_: (config, plan))
     assert delta_bias.main([str(run), "--device", "cpu", "--numerics", "run", "smooth_k=0"]) == 2

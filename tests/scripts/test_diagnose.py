@@ -25,7 +25,7 @@ from diagnostics.words import words
 from model import GPT, GPTConfig
 from replay.order import OrderFile
 from replay.switches import Switch, plain
-from scripts import diagnose
+from scripts import delta_bias, diagnose
 
 ROOT = Path(__file__).resolve().parents[2]
 FLAGS = dict(device="cpu", dtype="float32", compile=False, n_layer=2, n_head=2, n_embd=32, block_size=64, batch_size=4,
@@ -266,6 +266,34 @@ def test_a_switched_layer(run, diagnosed, tmp_path, capsys):
     assert f"layer {layer} was switched to another attention between steps 8 and 12" in capsys.readouterr().err
 
 
+def test_a_run_that_went_on_with_other_settings(run, tmp_path, capsys):
+    """Each checkpoint is read with the settings that it was saved with, however far the run went with others since;
+    both sides at once are refused, by delta_bias.py too. Settings that read nothing may differ."""
+    moved = shutil.copytree(run, tmp_path / "run", ignore=shutil.ignore_patterns("diagnosis"))
+    state = checkpoint.load(moved / "ckpt_00000012.pt")
+    state["config"] |= {"delta": "dp_p", "smooth_k": 1.0, "learning_rate": 1e-3, "max_iters": 20}
+    checkpoint.save(moved, state.pop("step"), state, 3)
+    scene, found = tmp_path / "scene.npz", {}
+    for steps in ("12", "4:8"):
+        assert diagnose.main([str(moved), "--steps", steps, "--device", "cpu", "--save-scene", str(scene)]) == 0
+        found[steps] = scenes.load(scene).spec
+    assert (found["4:8"].delta, found["4:8"].smooth_k) == ("do_o", 0) and found["4:8"].tile_k == 32
+    assert (found["12"].delta, found["12"].smooth_k) == ("dp_p", 1)
+    capsys.readouterr()
+    for script, out in ((diagnose, "no"), (delta_bias, "no.json")):
+        assert script.main([str(moved), "--device", "cpu", "--out", str(tmp_path / out)]) == 2
+        assert ("ckpt_00000008.pt was saved with smooth_k=None, delta=None, ckpt_00000012.pt with smooth_k=1.0, "
+                "delta='dp_p', which cannot be mixed; choose one side with --steps") in capsys.readouterr().err
+    (moved / "order.bin").unlink()  # then rows are drawn by the seed, or another file has them
+    for path, seed in (("ckpt_00000004.pt", 3), ("ckpt_00000008.pt", 4)):
+        state = checkpoint.load(moved / path)
+        state["config"] |= {"record": False, "seed": seed}
+        torch.save(state, moved / path)
+    assert diagnose.main([str(moved), "--steps", "4:8", "--device", "cpu", "--save-scene", str(scene)]) == 2
+    assert "ckpt_00000004.pt was saved with seed=3, ckpt_00000008.pt with seed=4" in capsys.readouterr().err
+    assert diagnose.main([str(moved), "--steps", "4", "--device", "cpu", "--save-scene", str(scene)]) == 0
+
+
 def test_user_errors(run, tmp_path, capsys):
     """One sentence and status 2, with the values at fault."""
     (tmp_path / "no.npz").write_bytes(b"nothing")
@@ -277,6 +305,9 @@ def test_user_errors(run, tmp_path, capsys):
             ([str(run), "--steps", "8,9,10"], "has no checkpoint of step 9, 10 (--steps=8,9,10); it has 4, 8, 12"),
             ([str(run), "--tokens", "0"], "--tokens=0"), ([str(run), "--tokens", "65"], "exceeds the run's block_size"),
             (["--scene", "x", "--save-scene", "y"], "--save-scene=y takes a RUN"),
+            (["--scene", "x", "--steps", "8"], "--steps=8 takes a RUN, of which --scene=x is what was captured"),
+            (["--scene", "x", "--layer", "0", "--head", "1"], "--layer=0 takes a RUN"),
+            (["--scene", "x", "--sequences", "2"], "--sequences=2 takes a RUN"),
             ([str(run), "--layer", "1"], "give both --layer and --head"),
             ([str(run), "--layer", "2", "--head", "0"], "outside layers 0..1, heads 0..1"),
             ([str(run), "--sequences", "0"], "--sequences=0"),
@@ -288,6 +319,17 @@ def test_user_errors(run, tmp_path, capsys):
         error = capsys.readouterr().err
         assert message in error and "Traceback" not in error, error
     assert not (tmp_path / "out").exists()
+
+
+def test_an_order_file_that_was_cut_off(run, tmp_path, capsys):
+    """The last row that it has is not the run's last one."""
+    moved = shutil.copytree(run, tmp_path / "run", ignore=shutil.ignore_patterns("diagnosis"))
+    with OrderFile(moved / "order.bin") as order:
+        cut = order.header.row_bytes * 4
+    os.truncate(moved / "order.bin", (moved / "order.bin").stat().st_size - cut)
+    assert diagnose.main([str(moved), "--steps", "4:", "--device", "cpu", "--out", str(tmp_path / "out")]) == 2
+    assert (f"{moved / 'order.bin'} holds 8 steps, fewer than the 12 of {moved / 'ckpt_00000012.pt'}; take a whole "
+            "copy of it") in capsys.readouterr().err
 
 
 def test_worst_head_rule():

@@ -111,3 +111,11 @@ def test_refused(tmp_path, capsys):
     (folder / "metrics.jsonl").write_text('{"step": 0, "loss": 1.0}\n')
     assert monitor.main([str(folder)]) == 2
     assert f"monitor: {folder} has no probes; record it with --probe_interval=100" in capsys.readouterr().err
+
+
+def test_a_run_that_is_given_twice_counts_once(runs, tmp_path, monkeypatch):
+    out = tmp_path / "monitor.json"
+    monkeypatch.chdir(tmp_path)
+    assert monitor.main([*runs, "early", f"{runs[0]}/metrics.jsonl", "--json", str(out)]) == 0
+    found = json.loads(out.read_text())
+    assert len(found["runs"]) == len(runs) and found["thresholds"][0]["failed"] == 4

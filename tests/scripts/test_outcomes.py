@@ -41,6 +41,11 @@ def test_the_failing_runs_own_log_gives_the_head_that_its_failure_began_in():
     assert (found["layer"], found["head"], found["heads"]) == (1, 2, [0, 2])
 
 
+def test_where_no_head_is_above_the_mean_the_worst_one_is_proposed():
+    """An arm that names no head could not run."""
+    assert propose(recorded([[1.0], [2.0]]))["heads"] == propose(recorded([[2.0, 2.0]]))["heads"] == [0]
+
+
 def test_a_run_without_probes_is_refused():
     with pytest.raises(ValueError, match="no probe/wq_norm_head values"):
         propose(Run(Path("."), True, {}, [{"step": 0, "loss": 1.0}], "bare"))
@@ -240,6 +245,24 @@ def test_runs_filed_as_what_they_are_not_are_refused(tmp_path, capsys, filed, se
     assert f"{filed} of seed {seed}, in {run}, {message}" in capsys.readouterr().err
 
 
+def test_a_run_that_went_on_as_another_arm_is_refused(tmp_path, capsys):
+    """But not for a session whose steps are past the table's or were made again, nor for settings that change none."""
+    run = write_run(tmp_path / "seed1/flash_bf16", 1, 100)
+    header = json.loads((run / "run.json").read_text())
+
+    def table(steps, *sessions):
+        changes = [{"changed": {"start_step": at, "config": {"init_from": "resume"} | more}} for at, more in sessions]
+        (run / "run.json").write_text(json.dumps(header | {"sessions": [{}, *changes]}))
+        return table_of(tmp_path, "--collect", steps=steps, seeds=(1,), arms=("flash_bf16",))
+
+    other = (60, {"delta": "dp_p", "smooth_k": 1.0})
+    assert table(100, other) == table(100, other, (70, {})) == table(61, other) == 2
+    assert (f"flash_bf16 of seed 1, in {run}, went on with delta=dp_p, smooth_k=1.0 from step 60: it is of no one arm; "
+            "leave it out") in capsys.readouterr().err
+    for steps, *sessions in ((60, other), (100, other, (60, {})), (100, (60, {"max_iters": 200, "eval_iters": 1}))):
+        assert table(steps, *sessions)["summary"][0]["finished"] == 1
+
+
 def test_whether_w_q_of_a_run_without_probes_ran_away_is_not_known(tmp_path):
     write_run(tmp_path / "seed1/flash_bf16", 1, 100)
     write_run(tmp_path / "seed2/flash_bf16", 2, 100, probe=False)
@@ -270,6 +293,10 @@ def test_a_folder_without_runs_and_runs_left_out_are_told(tmp_path, capsys):
     write_run(tmp_path / "seed9/pv_fp32", 9, 100)
     assert len(table_of(tmp_path, "--collect")["rows"]) == 4
     assert capsys.readouterr().err == "left out, as not of --arms and --seeds: seed9/pv_fp32\n"
+    table = (tmp_path / "isolation.json").read_bytes()
+    assert table_of(tmp_path, "--collect", seeds=(7,)) == 2 and (tmp_path / "isolation.json").read_bytes() == table
+    assert "none of the runs is of --arms and --seeds; there are seed1/flash_bf16 seed9/pv_fp32" in (
+        capsys.readouterr().err)
 
 
 def test_thinned_logs_give_the_failing_run_its_warning_and_its_step():

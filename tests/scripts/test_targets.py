@@ -23,7 +23,8 @@ FLAGS = {"bench_attention": ([], ["--out=FILE"]),
          "export_hf": (["none"], ["FOLDER"]),
          "grid": (["--datasets", "none"], ["--out=FOLDER"]),
          "monitor": (["none"], ["--json=FILE"]),
-         "reproduce_mini": (["--dataset=none"], ["--out=FOLDER"])}
+         "reproduce_mini": (["--dataset=none"], ["--out=FOLDER"]),
+         "row_sums": (["--arms=none"], ["--out=FILE"])}
 
 
 def test_which_they_are():

@@ -1,5 +1,6 @@
 """What is kept of a run says what the run's own files say; the full-scale script, on two ranks of a CPU."""
 
+import gzip
 import lzma
 import os
 import re
@@ -29,6 +30,21 @@ def test_what_is_kept_reads_as_the_run(runner, tmp_path, capsys):
     (run.out / "order.bin").unlink()
     assert collect.main([str(run.out), "--out", str(tmp_path / "new"), "--order"]) == 2
     assert not (tmp_path / "new").exists() and "leave out --order" in capsys.readouterr().err
+
+
+def test_what_is_kept_is_called_as_the_run(runner, tmp_path, capsys):
+    """However it was given: folder, log, what was kept of it; two of one name are refused, or one would be lost."""
+    run = runner("whole", max_iters=1).out
+    gz = tmp_path / "old" / "whole.jsonl.gz"
+    gz.parent.mkdir()
+    gz.write_bytes(gzip.compress((run / "metrics.jsonl").read_bytes()))
+    (tmp_path / "old" / "whole.run.json").write_bytes((run / "run.json").read_bytes())
+    for i, path in enumerate((run, run / "metrics.jsonl", gz, tmp_path / "0" / "whole.jsonl.xz")):
+        assert collect.main([str(path), "--out", str(tmp_path / str(i))]) == 0
+        assert sorted(p.name for p in (tmp_path / str(i)).iterdir()) == ["whole.jsonl.xz", "whole.run.json"]
+        capsys.readouterr()
+        assert collect.main([str(path), str(run), "--out", str(tmp_path / "both")]) == 2
+        assert "two runs share a name, among whole, whole" in capsys.readouterr().err
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import torch
 import train
 from config import as_dict, from_file, load
 from metrics import to_json
-from runinfo import unread
+from settings import unread
 from tests.train.tiny_runs import ROOT
 
 

@@ -200,3 +200,17 @@ def test_what_ranks_refuses(argv, words, capfd, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "1")  # afterwards as before
     assert ranks.main(argv) == 2
     assert words in capfd.readouterr().err
+
+
+def test_ranks_have_time_to_save(runner, monkeypatch):
+    """After SIGTERM torchrun waits as long as Slurm does, not 30 seconds; a number that is given counts."""
+    monkeypatch.setattr(ranks.logging, "disable", lambda: None)
+    monkeypatch.setenv("WORLD_SIZE", "1")  # afterwards as before
+    seen = []
+    monkeypatch.setattr(ranks.run, "main", lambda command: seen.append(os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]))
+    for given, wanted in ((None, "300"), ("40", "40")):
+        monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", given or "")
+        if given is None:
+            monkeypatch.delenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT")
+        assert ranks.main(["1", "configs/cpu_standard.toml", *runner.argv("run")]) == 0
+        assert seen.pop() == wanted

@@ -11,6 +11,7 @@ import pytest
 import torch
 from tiny_runs import Runner, write_corpus
 
+import plan
 from attention import AttentionSpec
 from replay.order import OrderFile
 from replay.switches import Switch, companion, write_switches
@@ -89,6 +90,21 @@ def assert_sentence(stderr: str, *patterns: str):
         assert len(stderr.splitlines()) == 1 and len(stderr) < 600
     for pattern in patterns:
         assert re.search(pattern, " ".join(stderr.split())), stderr
+
+
+def test_a_container_has_less_than_its_machine(runner, monkeypatch, tmp_path):
+    """By the smaller limit of cgroups v1 and v2, where there is one."""
+    none, v1, v2 = tmp_path / "none", tmp_path / "memory.limit_in_bytes", tmp_path / "memory.max"
+    v1.write_text("9223372036854771712\n")
+    v2.write_text("max\n")
+    monkeypatch.setattr(plan, "CONTAINER_LIMITS", (none, v1, v2))
+    machine = plan.host_memory()
+    assert machine == os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    for limit in (v1, v2):
+        limit.write_text(f"{2**16}\n")
+        assert plan.host_memory() == 2**16
+        assert_sentence(runner.refused("run"), "the weights alone take .* this machine, or its container, has 6.1e-05")
+        limit.write_text(f"{2**62}\n")
 
 
 def test_indivisible_accumulation(runner, monkeypatch):
