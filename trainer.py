@@ -227,7 +227,7 @@ class Trainer:
     @torch.no_grad()
     def evaluate(self) -> float:
         """Mean loss over eval_iters batches of the validation split: the same sequences for any world size and step."""
-        config, total = self.config, torch.zeros(2, device=self.device, dtype=torch.float64)
+        config, total = self.config, torch.zeros((), device=self.device, dtype=torch.float64)
         offsets = draw_offsets(self.plan.tokens["val"].n_tokens, config.block_size,
                                config.eval_iters * config.batch_size, config.seed, "val", 0)
         self.model.eval()
@@ -240,10 +240,9 @@ class Trainer:
             x, y = self.read("val", offsets[batch * config.batch_size : (batch + 1) * config.batch_size])
             with self.autocast:
                 _, loss = self.raw(x, y) if not config.compile else self.model(x, y)
-            total += torch.stack([loss.double(), torch.ones_like(loss, dtype=torch.float64)])
+            total += loss.double()
         self.model.train()
-        summed = self.group.sum(total)
-        return (summed[0] / summed[1]).item()
+        return self.group.sum(total).item() / config.eval_iters
 
     def check_stop(self):
         if self.group.any(self.stop.requested):
