@@ -83,6 +83,8 @@ def test_high_precision_sees_the_backends_own_scores():
     assert precision.both(q, k, v, exact).delta_lp is None
     spec = AttentionSpec(output_heads=(2,))
     assert precision.head_spec(spec, 2).output == "fp32" and precision.head_spec(spec, 1).output == "bf16"
+    other = AttentionSpec(output_heads=(2,), delta="dp_p")
+    assert [precision.head_spec(other, h).delta for h in (1, 2)] == ["dp_p", "dp_p"]
 
 
 def test_delta_follows_what_o_left_over():
