@@ -95,7 +95,6 @@ def test_every_split_of_a_step_is_the_same_step(runner):
 
 def build(runner, **flags):
     """The model that train.py would train with these flags."""
-    from attention import AttentionLayer
     from config import load
     from model import GPT
     from plan import prepare
