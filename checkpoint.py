@@ -11,7 +11,6 @@ import re
 import zipfile
 import zlib
 from collections import OrderedDict
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
@@ -168,19 +167,18 @@ def latest(out_dir: str | Path) -> Path | None:
     return (checkpoints(out_dir) or [None])[-1]
 
 
-def load(path: str | Path, device: str | torch.device = "cpu") -> dict:
-    """Reads a checkpoint with its tensors on `device`. Never unpickles anything but tensors and plain values.
+def load(path: str | Path) -> dict:
+    """Reads a checkpoint, its tensors on the CPU. Never unpickles anything but tensors and plain values.
 
     Raises CheckpointError if the file is absent, damaged in any byte that matters, or holds other objects; the message
     names the next older checkpoint that is intact.
     """
     path = Path(path)
-    torch.empty(0, device=device)  # a device that is missing raises here: it is no fault of the file
     problem = _problem(path)
     if problem is None:
         try:
-            return torch.load(path, map_location=device, weights_only=True)
-        except (MemoryError, torch.OutOfMemoryError):
+            return torch.load(path, map_location="cpu", weights_only=True)
+        except MemoryError:
             raise
         except Exception as error:  # pickle, zip and torch each have their own; every one means: cannot be used
             problem = f"cannot be loaded ({str(error).strip().splitlines()[0] if str(error).strip() else repr(error)})"
@@ -191,17 +189,17 @@ def load(path: str | Path, device: str | torch.device = "cpu") -> dict:
                           f"{f'the next older good one is {good}' if good else 'there is no older good one'}")
 
 
-def load_latest(out_dir: str | Path, device: str | torch.device = "cpu", say: Callable[[str], None] = print) -> dict:
-    """Loads the newest checkpoint that is intact, and says which damaged ones it passed over.
+def load_latest(out_dir: str | Path) -> dict:
+    """Loads the newest checkpoint that is intact, and prints which damaged ones it passed over.
 
     Raises CheckpointError if the folder has none that can be read.
     """
     paths = checkpoints(out_dir)
     for path in reversed(paths):
         try:
-            return load(path, device)
+            return load(path)
         except CheckpointError as error:
-            say(f"passed over a damaged checkpoint: {error}")
+            print(f"passed over a damaged checkpoint: {error}")
     raise CheckpointError(f"{out_dir} has no {'readable ' if paths else ''}checkpoint (ckpt_*.pt) to resume from; "
                           "start with init_from=scratch or give the out_dir of an earlier run")
 

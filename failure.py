@@ -36,12 +36,6 @@ def failure_of(records: Sequence[dict]) -> int | None:
     return next((r["step"] for r in records if "loss" in r and (rule.failed(r["loss"]) or r.get("stopped"))), None)
 
 
-def step_of_failure(steps: Sequence[int], losses: Sequence[float]) -> int | None:
-    """The logged step at which the run failed by `FailureRule`, or None."""
-    rule = FailureRule()
-    return next((step for step, loss in zip(steps, losses, strict=True) if rule.failed(loss)), None)
-
-
 def step_of_turn(steps: Sequence[int], losses: Sequence[float]) -> int:
     """The logged step with the smallest of `FailureRule`'s means, from which on the loss rose; the last without one."""
     rule, turn = FailureRule(), steps[-1]

@@ -98,17 +98,16 @@ class Metrics:
     out_dir/metrics.jsonl: one line a record, each in one write, so that a kill tears the last line at most.
     out_dir/run.json: {"run_id", "config", **run_info, "sessions": [...]}, replaced atomically. In a folder that has
     one, this run is a resumed one: what was saved stays, and a session is added that tells which values changed.
-    config_dict holds Config's fields; its wandb_* ones decide about wandb, which is imported only if asked for. The
-    run id lets a resumed run continue its curve there; one that is passed wins over the saved one.
+    config holds Config's fields; its wandb_* ones decide about wandb, which is imported only if asked for. The
+    run id lets a resumed run continue its curve there.
     Raises MetricsError where the log cannot be written. Nothing that wandb or the progress bar does ends a run.
     """
 
-    def __init__(self, out_dir: str | Path, config_dict: dict, run_info: dict, enabled: bool = True,
-                 run_id: str | None = None):
-        self.enabled, self.run_id, self._fd = enabled, run_id, None
+    def __init__(self, out_dir: str | Path, config: dict, run_info: dict, enabled: bool = True):
+        self.enabled, self._fd = enabled, None
         if not enabled:
             return
-        out_dir, config = Path(out_dir), config_dict
+        out_dir = Path(out_dir)
         self.path, self._header = out_dir / "metrics.jsonl", out_dir / "run.json"
         try:
             self._open(json.loads(to_json({"config": config, **run_info})))
@@ -171,7 +170,7 @@ class Metrics:
     def _open(self, now: dict) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         before = read_run(self.path.parent)
-        self.run_id = self.run_id or before.get("run_id") or secrets.token_hex(4)
+        self.run_id = before.get("run_id") or secrets.token_hex(4)
         session = {"started": _now()}
         if before:
             session["changed"] = {key: value for key, value in now.items() if value != before.get(key)}

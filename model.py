@@ -16,7 +16,6 @@ Dropout acts on the embeddings and on what each branch adds to the residual stre
 backends differ in how they would draw it, and a replay must not.
 """
 
-import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -241,9 +240,9 @@ class GPT(nn.Module):
             idx = torch.cat((idx, token), dim=1)
         return idx
 
-    def num_params(self, positions: bool = False) -> int:
-        """Parameters; as nanoGPT, position embeddings do not count unless asked for, token embeddings (tied) do."""
-        return sum(p.numel() for p in self.parameters()) - (0 if positions else self.transformer.wpe.weight.numel())
+    def num_params(self) -> int:
+        """Parameters; as in nanoGPT, position embeddings do not count, token embeddings (tied) do."""
+        return sum(p.numel() for p in self.parameters()) - self.transformer.wpe.weight.numel()
 
     def flops_per_token(self) -> int:
         """Training FLOPs a token at full block_size: 6 N + 12 L C T (PaLM, Appendix B; N as num_params()).
@@ -253,12 +252,3 @@ class GPT(nn.Module):
         """
         c = self.config
         return 6 * self.num_params() + 12 * c.n_layer * c.n_embd * c.block_size
-
-    def crop_block_size(self, block_size: int):
-        """Forget positions past `block_size`. Errors: ValueError for one longer than the model's."""
-        if not 1 <= block_size <= self.config.block_size:
-            raise ValueError(f"block_size={block_size} is outside 1..{self.config.block_size}, the positions that the "
-                             "model has learnt")
-        self.config = dataclasses.replace(self.config, block_size=block_size)
-        self.transformer.wpe = nn.Embedding.from_pretrained(self.transformer.wpe.weight.detach()[:block_size].clone(),
-                                                            freeze=False)

@@ -33,19 +33,19 @@ def learning_rate(step: int, config) -> float:
     return config.min_lr + 0.5 * (1.0 + math.cos(math.pi * ratio)) * (config.learning_rate - config.min_lr)
 
 
-def newton_schulz(g: Tensor, steps: int = NS_STEPS, dtype: torch.dtype = torch.float32) -> Tensor:
+def newton_schulz(g: Tensor) -> Tensor:
     """Roughly U V^T of g = U S V^T, for matrices (..., m, n); the result has g's shape and dtype.
 
     x <- a x + b (x x^T) x + c (x x^T)^2 x on x = g / |g|_F (Jordan et al. 2024). The original computes in BF16; here
-    the default is FP32, since a study of BF16 rounding cannot have it in the optimizer unasked. FP32 products follow
-    torch's setting for TF32.
+    it is FP32 at least, since a study of BF16 rounding cannot have it in the optimizer. FP32 products follow torch's
+    setting for TF32.
     """
     a, b, c = NS_COEFFICIENTS
-    x = g.to(dtype).reshape(-1, *g.shape[-2:])
+    x = g.to(torch.promote_types(g.dtype, torch.float32)).reshape(-1, *g.shape[-2:])
     if tall := x.shape[-2] > x.shape[-1]:  # the smaller Gram matrix
         x = x.mT
     x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)
-    for _ in range(steps):
+    for _ in range(NS_STEPS):
         gram = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return (x.mT if tall else x).reshape(g.shape).to(g.dtype)
@@ -58,9 +58,7 @@ class Muon(torch.optim.Optimizer):
     are orthogonalised and scaled separately: the fused QKV weight is one, three or 3 n_head matrices.
     """
 
-    def __init__(self, groups: list[dict], lr: float, momentum: float, weight_decay: float,
-                 dtype: torch.dtype = torch.float32):
-        self.dtype = dtype
+    def __init__(self, groups: list[dict], lr: float, momentum: float, weight_decay: float):
         super().__init__(groups, dict(lr=lr, momentum=momentum, weight_decay=weight_decay, blocks=1))
         for group in self.param_groups:
             for p in group["params"]:
@@ -83,7 +81,7 @@ class Muon(torch.optim.Optimizer):
                 mean = torch.where(skip, old, old.lerp(p.grad, 1 - momentum))
                 old.copy_(mean)
                 m, n = p.shape[0] // group["blocks"], p.shape[1]
-                direction = newton_schulz(p.grad.lerp(mean, momentum).view(-1, m, n), dtype=self.dtype)
+                direction = newton_schulz(p.grad.lerp(mean, momentum).view(-1, m, n))
                 new = p * (1 - lr * group["weight_decay"])
                 new.add_(direction.view_as(p), alpha=-lr * 0.2 * math.sqrt(max(m, n)))
                 p.copy_(torch.where(skip, p, new))
@@ -117,8 +115,8 @@ class Optimizers:
         for optimizer in self.optimizers.values():
             optimizer.zero_grad(set_to_none)
 
-    def set_lr(self, step: int) -> float:
-        """Set every group's learning rate for optimizer step `step`; returns AdamW's, which the log shows.
+    def set_lr(self, step: int):
+        """Set every group's learning rate for optimizer step `step`.
 
         Muon's follows the same curve from its own peak: muon_learning_rate * learning_rate(step) / learning_rate.
         """
@@ -126,7 +124,6 @@ class Optimizers:
         for group in self.param_groups:
             same = group["base"] == self.config.learning_rate
             group["lr"] = lr if same else group["base"] * (lr / self.config.learning_rate)
-        return lr
 
     def state_dict(self) -> dict:
         """{optimizer: {parameter name: {key: tensor}}}: tensors and plain values, loadable with weights_only.
@@ -165,8 +162,8 @@ class Optimizers:
             names = Counter(re.sub(r"\.h\.\d+\.", ".h.*.", name) for name in group["names"])
             details = [f"peak lr {group['base']:g}", f"weight decay {group['weight_decay']:g}"]
             if "momentum" in group:
-                details += [f"momentum {group['momentum']:g}", f"row blocks {group['blocks']}", "Newton-Schulz in "
-                            + str(self.optimizers["muon"].dtype).removeprefix("torch.")]
+                details += [f"momentum {group['momentum']:g}", f"row blocks {group['blocks']}",
+                            "Newton-Schulz in float32"]
             else:
                 details += [f"betas {group['betas'][0]:g}, {group['betas'][1]:g}", f"eps {group['eps']:g}",
                             "fused" if group["fused"] else "not fused"]

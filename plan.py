@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 import checkpoint
-from attention import AttentionSpec, changed, layer_specs, same_numerics
+from attention import AttentionSpec, changed, same_numerics, specs_of
 from attention.spec import from_key
 from config import Config, ConfigError
 from data.loader import Tokens, open_tokens, valid_starts
@@ -57,8 +57,7 @@ def prepare(config: Config) -> Plan:
     if config.compile and config.compile_mode == "reduce-overhead" and world > 1:
         raise ConfigError(f"compile_mode=reduce-overhead with {world} ranks: CUDA graphs under DDP have not been tried;"
                           " use compile_mode=default, or one rank")
-    specs = layer_specs(config.n_layer, config.n_head, config.attention, config.switches, config.attention_override,
-                        config.output_heads)
+    specs = specs_of(config)
     _check_float16(config, specs)
     remedies = remedies_of(config, specs)
     out = Path(config.out_dir)
@@ -89,25 +88,13 @@ def prepare(config: Config) -> Plan:
         raise ConfigError(f"vocab_size={vocabulary} is below the {tokens['train'].vocab_size} of {folder}")
     model_args = GPTConfig(**{f.name: getattr(config, f.name) for f in dataclasses.fields(GPTConfig)
                               if f.name != "vocab_size"}, vocab_size=vocabulary)
-    state = None
-    if config.init_from == "resume":
-        state = checkpoint.load_latest(out)
-    elif config.init_from.endswith(".pt"):
-        state = checkpoint.load(Path(config.init_from), "cpu")
-    if state and (lacks := {"model", "model_args", "optimizer", "scaler", "step"} - state.keys()):
-        raise ConfigError(f"{config.init_from} is no checkpoint of train.py: it lacks {', '.join(sorted(lacks))}")
-    for name, saved in (state or {}).get("model_args", {}).items():
-        if name not in ("dropout", "loss_chunk") and getattr(model_args, name) != saved:
-            raise ConfigError(f"{name}={getattr(model_args, name)!r}, but the checkpoint has {name}={saved!r}; the "
-                              "model of a checkpoint cannot change")
-    start = state["step"] if state else 0
-    if start > config.max_iters:
-        raise ConfigError(f"the checkpoint is at step {start}, past max_iters={config.max_iters}; raise --max_iters")
+    state = _read_state(config, model_args)
     if (out / "order.bin").exists():
         check_continues(out / "order.bin", header)
         if not config.record:
             raise ConfigError(f"{out} holds the order that this run recorded so far; go on with record=true")
-    return Plan(specs, tokens, header, order, model_args, state, start, remedies, _switches(config, state))
+    return Plan(specs, tokens, header, order, model_args, state, state["step"] if state else 0, remedies,
+                _switches(config, state))
 
 
 def check_memory(config: Config) -> None:
@@ -132,6 +119,28 @@ def host_memory() -> int:
         with contextlib.suppress(OSError, ValueError):  # it is not there, or says "max"
             sizes.append(int(path.read_text()))
     return min(sizes)
+
+
+def _read_state(config: Config, model_args: GPTConfig) -> dict | None:
+    """The checkpoint that the run goes on from. Errors: CheckpointError, and ConfigError for one of another model or
+    past max_iters."""
+    if config.init_from == "resume":
+        state = checkpoint.load_latest(config.out_dir)
+    elif config.init_from.endswith(".pt"):
+        state = checkpoint.load(config.init_from)
+    else:
+        return None
+    entries = state.keys() if isinstance(state, dict) else ()
+    if lacks := {"model", "model_args", "optimizer", "scaler", "step"}.difference(entries):
+        raise ConfigError(f"{config.init_from} is no checkpoint of train.py: it lacks {', '.join(sorted(lacks))}")
+    for name, saved in state["model_args"].items():
+        if name not in ("dropout", "loss_chunk") and getattr(model_args, name) != saved:
+            raise ConfigError(f"{name}={getattr(model_args, name)!r}, but the checkpoint has {name}={saved!r}; the "
+                              "model of a checkpoint cannot change")
+    if state["step"] > config.max_iters:
+        raise ConfigError(f"the checkpoint is at step {state['step']}, past max_iters={config.max_iters}; raise "
+                          "--max_iters")
+    return state
 
 
 def _check_float16(config: Config, specs: list[AttentionSpec]) -> None:

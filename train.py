@@ -16,7 +16,7 @@ import torch
 import distributed
 from checkpoint import CheckpointError
 from config import Config, as_dict, load
-from data.loader import DataError
+from data.meta import DataError
 from determinism import set_determinism
 from keeper import Keeper
 from metrics import Metrics, MetricsError

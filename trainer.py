@@ -106,6 +106,7 @@ class Trainer:
                             self.config.seed, "train", step)
 
     def read(self, split: str, offsets):
+        """Inputs and targets of the sequences at n offsets, (n, block_size) int64, on the device or on its way."""
         x, y = self.plan.tokens[split].batch(offsets, self.config.block_size)
         if self.device.type != "cuda":
             return x, y
@@ -149,7 +150,7 @@ class Trainer:
         """The switches of this run: made, or decided for the next step."""
         return [switch for switch in self.switches if switch.step <= self.step + 1]
 
-    def probe(self, whole: bool, exact: bool = False) -> "Probe":
+    def probe(self, whole: bool, exact: bool = False) -> Probe:
         """`probes.measure` over the first sequences of all ranks; equal on all of them, so that they come to one
         decision. whole: `spectra.Spectra` too, which needs a probe_interval; exact: its norms are."""
         listening = contextlib.nullcontext()
@@ -185,7 +186,7 @@ class Trainer:
             total += loss.detach()
         return total
 
-    def update(self, loss: torch.Tensor) -> "Readback":
+    def update(self, loss: torch.Tensor) -> Readback:
         """Clips, and updates the weights unless something is not finite. The device makes that choice, so it need not
         wait for this process. The readback is mean loss, gradient norm, whether they are bad, whether it updated."""
         scaled = self.scaler.is_enabled()
@@ -226,7 +227,7 @@ class Trainer:
     @torch.no_grad()
     def evaluate(self) -> float:
         """Mean loss over eval_iters batches of the validation split: the same sequences for any world size and step."""
-        config, total = self.config, torch.zeros(2, device=self.device, dtype=torch.float64)
+        config, total = self.config, torch.zeros((), device=self.device, dtype=torch.float64)
         offsets = draw_offsets(self.plan.tokens["val"].n_tokens, config.block_size,
                                config.eval_iters * config.batch_size, config.seed, "val", 0)
         self.model.eval()
@@ -239,10 +240,9 @@ class Trainer:
             x, y = self.read("val", offsets[batch * config.batch_size : (batch + 1) * config.batch_size])
             with self.autocast:
                 _, loss = self.raw(x, y) if not config.compile else self.model(x, y)
-            total += torch.stack([loss.double(), torch.ones_like(loss, dtype=torch.float64)])
+            total += loss.double()
         self.model.train()
-        summed = self.group.sum(total)
-        return (summed[0] / summed[1]).item()
+        return self.group.sum(total).item() / config.eval_iters
 
     def check_stop(self):
         if self.group.any(self.stop.requested):

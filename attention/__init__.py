@@ -11,12 +11,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from attention.layers import changed, layer_specs, same_numerics
+from attention.layers import changed, layer_specs, same_numerics, specs_of
 from attention.op import check_inputs, smooth_keys
 from attention.spec import BACKENDS, NO_SWITCHES, AttentionSpec
 
 __all__ = ["BACKENDS", "AttentionLayer", "AttentionSpec", "RowStats", "attend", "changed", "kernel_for", "layer_specs",
-           "same_numerics"]
+           "same_numerics", "specs_of"]
 
 
 class RowStats(NamedTuple):

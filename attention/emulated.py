@@ -16,9 +16,7 @@ from torch import Tensor
 
 from attention.op import NOTHING, differentiable, output_like, rest_like
 from attention.rounding import round_bf16, round_to, stochastic_round_bf16
-from attention.spec import SMALLEST_SHIFT, AttentionSpec
-
-LARGEST_CLAMPED_P = 1 - 2**-8  # stabilizer=clamp: the largest BF16 value below 1
+from attention.spec import LARGEST_CLAMPED_P, SMALLEST_SHIFT, AttentionSpec
 
 
 class Trace(NamedTuple):

@@ -262,6 +262,7 @@ def _descriptors(tile: Tile, q: Tensor, k: Tensor, v: Tensor, *do: Tensor) -> li
 
 
 def descriptor(x: Tensor, rows: int) -> TensorDescriptor:
+    """Of x (B, H, T, D) as a (B T, H D) matrix, of which a load takes `rows` tokens of one head."""
     B, H, T, D = x.shape
     _, head, token, _ = x.stride()
     return TensorDescriptor(x, [B * T, (H - 1) * head + D], [token, 1], [rows, D])

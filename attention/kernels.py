@@ -17,6 +17,7 @@ Names: p_ pointers, b_ tiles; s?b, s?h, s?t the strides of batch, head and token
 import triton
 import triton.language as tl
 
+from attention.spec import LARGEST_CLAMPED_P
 from attention.tiles import (
     add_bf16,
     assign,
@@ -41,7 +42,7 @@ from attention.tiles import (
 
 MASKED = tl.constexpr(-1.0e30)  # a masked score. Finite: a row that a tile masks entirely must not make inf - inf
 MASKED_PAIR = tl.constexpr(0xF14AF14A)  # two of it, in BF16
-LARGEST_CLAMPED_P = tl.constexpr(1 - 2**-8)
+CLAMP = tl.constexpr(LARGEST_CLAMPED_P)
 
 
 @triton.jit
@@ -126,14 +127,16 @@ def add_tile(acc, pv, a, p_rng, index, tile, PV: tl.constexpr):
 
 @triton.jit
 def probabilities(x, RULE: tl.constexpr):
+    """P = 2^x of x in units of log 2, below 1 where stabilizer=clamp."""
     b_p = tl.exp2(x)
     if RULE == "clamp":
-        b_p = tl.minimum(b_p, LARGEST_CLAMPED_P)
+        b_p = tl.minimum(b_p, CLAMP)
     return b_p
 
 
 @triton.jit
 def cast_p(b_p, PROBS: tl.constexpr):
+    """P as P V reads it."""
     if PROBS == "fp32":
         return b_p
     elif PROBS == "bf16":
@@ -312,9 +315,9 @@ def forward_kernel(p_q, p_k, p_v, d_q, d_k, d_v, p_o, p_rest, p_lse, p_ties, p_r
 
 
 @triton.jit
-def gradient_of_scores(b_p, dp, delta, x, SCALE: tl.constexpr, SOFTCAP: tl.constexpr):
-    """dS / 1 = P (dP - delta) alpha, times the slope of the cap; delta arrives multiplied by alpha (SCALE)."""
-    b_ds = b_p * (dp * SCALE - delta)
+def gradient_of_scores(b_p, dp, delta, x, ALPHA: tl.constexpr, SOFTCAP: tl.constexpr):
+    """alpha dS = P (alpha dP - delta), times the slope of the cap; delta arrives multiplied by alpha."""
+    b_ds = b_p * (dp * ALPHA - delta)
     if SOFTCAP != 0:
         x = x / SOFTCAP
         b_ds = b_ds * (1 - x * x)

@@ -4,9 +4,10 @@ import dataclasses
 
 from attention.spec import CHOICES, FULL, NO_SWITCHES, SWITCHES, AttentionSpec, has_switch
 
-_SHIFTED = "stabilizer=paper|capped|unconditional"
-READ_WITH = {"beta": _SHIFTED, "shift_cap": _SHIFTED, "fixed_shift": "stabilizer=fixed",
-             "lazy_threshold": "stabilizer=lazy_max", "dots": "operands=fp32"}
+# What only some settings read, by name: the switch that says so, and its values.
+_SHIFTED = ("stabilizer", ("paper", "capped", "unconditional"))
+READ_WITH = {"beta": _SHIFTED, "shift_cap": _SHIFTED, "fixed_shift": ("stabilizer", ("fixed",)),
+             "lazy_threshold": ("stabilizer", ("lazy_max",)), "dots": ("operands", ("fp32",))}
 
 
 def layer_specs(n_layer: int, n_head: int, backend: str, switches: dict | None = None, override: str = "",
@@ -44,12 +45,19 @@ def layer_specs(n_layer: int, n_head: int, backend: str, switches: dict | None =
         layers.append(AttentionSpec(backend=name, output_heads=heads.get(layer, ()), **common | own))
     for name, value in switches.items():
         if name in used and not any(reads(spec, name) for spec in layers):
-            raise ValueError(f"{name}={value!r} changes nothing: it is read with {READ_WITH[name]}, and no layer has "
-                             f"that (stabilizer={', '.join(sorted({s.stabilizer for s in layers}))})")
+            switch, values = READ_WITH[name]
+            raise ValueError(f"{name}={value!r} changes nothing: it is read with {switch}={'|'.join(values)}, and no "
+                             f"layer has that ({switch}={', '.join(sorted({getattr(s, switch) for s in layers}))})")
         if name not in used:
             raise ValueError(f"{name}={value!r} changes nothing: no layer's backend "
                              f"({', '.join(sorted({s.backend for s in layers}))}) has that switch; a flash one has")
     return layers
+
+
+def specs_of(config) -> list[AttentionSpec]:
+    """`layer_specs` of a config.Config."""
+    return layer_specs(config.n_layer, config.n_head, config.attention, config.switches, config.attention_override,
+                       config.output_heads)
 
 
 def changed(spec: AttentionSpec, change: str, switches: dict | None = None) -> AttentionSpec:
@@ -79,9 +87,10 @@ def same_numerics(a: AttentionSpec, b: AttentionSpec) -> bool:
 
 def reads(spec: AttentionSpec, name: str) -> bool:
     """Whether this spec's arithmetic depends on a switch that only some settings read."""
-    if name == "dots":
-        return spec.operands == "fp32"
-    return name not in READ_WITH or spec.stabilizer in READ_WITH[name].removeprefix("stabilizer=").split("|")
+    if name not in READ_WITH:
+        return True
+    switch, values = READ_WITH[name]
+    return getattr(spec, switch) in values
 
 
 def _parse_switches(texts: list[str], origin: str) -> dict[str, object]:

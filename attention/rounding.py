@@ -16,8 +16,9 @@ MASK32 = 0xFFFFFFFF
 PHILOX_A, PHILOX_B = 0xD2511F53, 0xCD9E8D57  # multipliers of Philox4x32 (Salmon et al. 2011, Random123)
 PHILOX_KEY_A, PHILOX_KEY_B = 0x9E3779B9, 0xBB67AE85
 
-# Paper section 3.3: P V of one token where P = 1. The first value carries a residual below BF16's last place, which
-# turns a tie into a round away from zero; without it the same sum goes the other way.
+# Paper section 3.3.2: the running O and the P V that is added to it, of one token and feature. The first value carries
+# a residual below BF16's last place, which turns a tie into a round away from zero; without it the same sum goes the
+# other way.
 PAPER_ADDITION = (-2.4071154594421387, -2.296875)
 PAPER_TIE = (-2.40625, -2.296875)
 
@@ -32,16 +33,6 @@ def round_bf16(x: Tensor) -> Tensor:
     if x.dtype not in (torch.float32, torch.float64):
         raise ValueError(f"BF16 values travel in float32, float64 or bfloat16, not in {x.dtype}")
     return _to_float32(x).bfloat16().to(x.dtype)
-
-
-def round_bf16_bits(x: Tensor) -> Tensor:
-    """What `round_bf16` does to a float32 tensor, by integer arithmetic on its bits (to prove the casts right).
-
-    Adding 0x7FFF plus the last kept bit carries into the kept half exactly where nearest-even rounds away from zero.
-    """
-    u = x.contiguous().view(torch.int32).to(torch.int64)
-    u = (u + 0x7FFF + ((u >> 16) & 1)) & 0xFFFF0000
-    return torch.where(x.isnan(), x, _from_bits(u))  # a NaN's payload would carry into the sign
 
 
 def round_to(x: Tensor, format: str) -> Tensor:

@@ -55,6 +55,7 @@ LARGEST = dict(beta=1e18, epsilon=1.0, softcap=1e18, fixed_shift=1e18, lazy_thre
 SMALLEST_FP8 = {"fp8_e4m3": 2.0**-9, "fp8_e5m2": 2.0**-16}  # a P below half of it is cast to 0
 
 FULL = 0  # tile_k: one tile of the whole sequence, no tiling
+LARGEST_CLAMPED_P = 1 - 2**-8  # stabilizer=clamp: the largest BF16 value below 1
 
 # A shift c that many rows share makes their P exp(-c), once for all. Two things must hold, or it biases them all: BF16
 # holds exp(-c), since it would else be rounded the same way in every row, and not in l; and exp(-c) is no power of two,

@@ -280,6 +280,7 @@ def load_operand(x, start, ROWS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr
 
 @triton.jit
 def store_rows(p, x, start, stride, T, ROWS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr):
+    """x (ROWS, DP) to tokens start.. of the head that p points to, in p's format; not past T, nor past D."""
     r, d = tl.arange(0, ROWS), tl.arange(0, DP)
     p = p + tl.cast(start, tl.int64) * stride + (r[:, None] * stride + d[None, :])
     tl.store(p, x.to(p.dtype.element_ty), mask=(start + r < T)[:, None] & (d < D)[None, :])

@@ -16,8 +16,6 @@ import torch
 
 from data.meta import DTYPES, GPT2_VOCAB, DataError, Meta, prepare_command, read_meta
 
-__all__ = ["DataError", "Meta", "Tokens", "draw_offsets", "open_tokens", "read_meta", "valid_starts"]
-
 HASH_CHUNK = 1 << 22  # bytes read at a time
 RACY_NS = 2_000_000_000  # a file written this recently can change again without a new time stamp
 
@@ -31,7 +29,7 @@ class Tokens:
     """
 
     def __init__(self, path: Path, meta: Meta, split: str):
-        self.path, self.name, self.split = Path(path), Path(path).absolute().parent.name, split
+        self.path, self.name = Path(path), Path(path).absolute().parent.name
         self.tokenizer, self.vocab_size, self.dtype = meta.tokenizer, meta.vocab_size, meta.dtype
         self._recorded = meta.sha256.get(split)
         self._item = DTYPES[meta.dtype]
@@ -92,9 +90,6 @@ class Tokens:
             raise DataError(f"{self.path} holds token id {largest}, but its vocabulary of {self.vocab_size} ends at "
                             f"{self.vocab_size - 1}: the data is of another dtype or tokenizer; prepare it again")
         return torch.from_numpy(buffer[:, :-1].astype(np.int64)), torch.from_numpy(buffer[:, 1:].astype(np.int64))
-
-    def close(self):
-        self._file.close()
 
     def _stamp(self) -> list[int]:
         stat = os.fstat(self._file.fileno())

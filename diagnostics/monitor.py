@@ -1,6 +1,6 @@
 """The early warning: one rule over what a run's log records, the same while training and over a finished run's metrics.
 
-A signal is a number by layer and head, or by layer, that `probes.record` writes:
+A signal is a number by layer and head, or by layer, that `probes.as_record` writes:
 
     ties      share of a head's score rows whose maximum repeats (paper Algorithm 3, rs > 1; figure 13 counts them)
     wq_ratio  spectral norm of a head's W_Q over the median of all heads of the model at the same step

@@ -107,11 +107,6 @@ def as_record(values: list[list[list[float]]]) -> dict[str, float | list[float]]
     return out
 
 
-def probe(model: nn.Module, idx: Tensor, autocast) -> dict[str, float | list[float]]:
-    """`as_record` of what `measure` finds in a batch idx (B, T); waits for the device."""
-    return as_record(measure(model, idx, autocast).tolist())
-
-
 def explain_nonfinite(model: nn.Module, batches: Iterable[Tensor], autocast) -> str:
     """Where a step over `batches`, each idx (B, T), left the finite numbers, in words for an error message: in the
     first forward pass that does, else in the backward pass; and parameters whose gradient is not finite."""

@@ -72,7 +72,7 @@ class Frame:
 class Scene:
     """spec is the head's own. sequences_per_step: of the run, so that a frame's B sequences can be scaled to a step.
     history: series of the run's log, name -> [steps, values]: val_loss, ties/layer{i}, wq_norm/layer{i} and
-    norm_KIND/layer{i}, as far as they were logged (`probes.probe` and `spectra.Spectra.record` say what they are).
+    norm_KIND/layer{i}, as far as they were logged (`probes.as_record` and `spectra.as_record` say what they are).
     qk_norm: whether the model normalises q and k, so that q is not W_Q x."""
 
     name: str

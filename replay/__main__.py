@@ -70,6 +70,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: list[str] | None = None) -> int:
+    """Exit status: 0, or 2 with one sentence where a file cannot be read or does not fit."""
     options = parser().parse_args(arguments)
     try:
         options.run(options)

@@ -42,6 +42,7 @@ class Header:
         return 8 * (self.sequences_per_step + 1)
 
     def encode(self) -> bytes:
+        """All bytes before the first row, as replay.order lays them out."""
         text = json.dumps(dataclasses.asdict(self)).encode()
         rest = text.ljust(-(-(FIXED + len(text)) // ALIGN) * ALIGN - FIXED, b"\0")
         length = struct.pack("<I", len(text))
@@ -82,6 +83,7 @@ def read_header(fd: int, path: Path) -> tuple[Header, int]:
 
 
 def differences(ours: Header, theirs: Header, names: tuple[str, ...]) -> str:
+    """The fields of `names` that differ, with both values, in words; "" where none does."""
     return ", ".join(f"{name} {getattr(ours, name)!r} against {getattr(theirs, name)!r}" for name in names
                      if getattr(ours, name) != getattr(theirs, name))
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TextIO
 
-from attention import layer_specs
+from attention import specs_of
 from checkpoint import checkpoints, step_of
 from config import Config, ConfigError, as_dict, key_of, load, override
 from data.loader import open_tokens
@@ -63,9 +63,7 @@ def check_arm(name: str, argv: list[str]) -> Config:
                 raise ConfigError("monitor=stop ends a run before it is known whether it fails, so it has no outcome; "
                                   "use --monitor=warn, which logs the same warnings")
             check_memory(config)
-            specs = layer_specs(config.n_layer, config.n_head, config.attention, config.switches,
-                                config.attention_override, config.output_heads)
-            remedies_of(config, specs)
+            remedies_of(config, specs_of(config))
             for split in ("train", "val"):
                 open_tokens(corpus_folder(config.dataset), split)
         except ValueError as error:

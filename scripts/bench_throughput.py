@@ -14,7 +14,6 @@ read, gradients, clipping, update, and the numbers of the step before read back;
 import argparse
 import contextlib
 import gc
-import hashlib
 import json
 import math
 import re
@@ -32,6 +31,7 @@ import torch
 
 import distributed
 from config import ConfigError, check_once, load, override
+from data.writer import write_corpus
 from determinism import set_determinism
 from files import write_text
 from plan import prepare
@@ -136,18 +136,12 @@ def synchronize(group) -> None:
         torch.cuda.synchronize()
 
 
-def write_corpus(folder: Path, vocabulary: int = 50257) -> Path:
+def random_corpus(folder: Path, vocabulary: int = 50257) -> Path:
     """Tokens with Zipf's frequencies, so that as many positions share an embedding's gradient as in a text."""
     weights = 1 / np.arange(1, vocabulary + 1)
     drawn = np.random.Generator(np.random.Philox(0)).choice(vocabulary, TOKENS, p=weights / weights.sum())
     folder.mkdir()
-    splits = {}
-    for split, tokens in (("train", drawn), ("val", drawn[:100_000])):
-        raw = tokens.astype("<u2").tobytes()
-        (folder / f"{split}.bin").write_bytes(raw)
-        splits[split] = {"tokens": len(tokens), "sha256": hashlib.sha256(raw).hexdigest()}
-    (folder / "meta.json").write_text(json.dumps({"tokenizer": "gpt2", "vocab_size": vocabulary, "dtype": "uint16",
-                                                  "splits": splits}))
+    write_corpus(folder, "gpt2", vocabulary, {"train": [drawn], "val": [drawn[:100_000]]}, {})
     return folder
 
 
@@ -383,7 +377,7 @@ def main(argv: list[str]) -> int:
     chosen, out, rows = rest[0] if rest and rest[0].endswith(".toml") else "", options.out, []
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         if not any(arg.startswith("--dataset=") for arg in rest):
-            rest.append(f"--dataset={write_corpus(Path(folder) / 'zipf')}")
+            rest.append(f"--dataset={random_corpus(Path(folder) / 'zipf')}")
         rest = override(rest, f"--out_dir={folder}/run", "--init_from=scratch", "--record=False")
         config, stop = load(rest), StopSignal()
         set_determinism(config.seed, True)  # cuBLAS reads its variable once; arms choose the rest at each turn

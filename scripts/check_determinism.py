@@ -26,7 +26,7 @@ from files import write_text
 from metrics import MetricsError, read_metrics, read_run, to_json
 from replay.order import OrderFile
 from scripts.arms import FURTHER
-from scripts.bench_throughput import write_corpus
+from scripts.bench_throughput import random_corpus
 from scripts.targets import check_targets, named
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -105,7 +105,7 @@ def main(argv: list[str] | None = None) -> int:
     common = override([args.config, *flags], "--log_interval=1", f"--checkpoint_interval={args.steps}",
                       f"--eval_interval={args.steps}", "--keep_checkpoints=1")
     if not any(flag.split("=")[0] == "--dataset" for flag in flags):
-        common.append(f"--dataset={write_corpus(args.out / 'corpus')}")
+        common.append(f"--dataset={random_corpus(args.out / 'corpus')}")
     first, second, one = (args.out / name for name in ("first", "second", "one_rank"))
     for out in (first, second):
         run(out, args.ranks, override(common, f"--max_iters={args.steps}"))

@@ -17,12 +17,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from attention.rounding import explain_addition
+from attention.rounding import PAPER_ADDITION, PAPER_TIE, explain_addition
 
 RUNS = ROOT / "runs/demo"
 RECORDED, REPLAYED = "flash_bf16", ("standard", "stabilized")
-# Paper section 3.3.2: the running O and the P V that is added to it, of one token and feature.
-RUNNING, ADDED = -2.4071154594421387, -2.296875
 
 
 def run(*command: str) -> None:
@@ -50,9 +48,9 @@ def main() -> None:
     run("scripts/compare.py", *(f"runs/demo/{arm}" for arm in (RECORDED, *REPLAYED)),
         "-o", "comparison.png", "--json", "runs/demo/comparison.json")
     print("\nThe rounding behind the paper's failure (section 3.3.2), BF16(O + P V) for one feature of one token:\n")
-    print(explain_addition(RUNNING, ADDED))
+    print(explain_addition(*PAPER_ADDITION))
     print("\nThe same without the bits below BF16, a tie that rounds the other way:\n")
-    print(explain_addition(-2.40625, ADDED))
+    print(explain_addition(*PAPER_TIE))
     print(f"\ncomparison.png and runs/demo/ written in {time.monotonic() - started:.0f} s")
 
 

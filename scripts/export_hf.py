@@ -14,7 +14,7 @@ import checkpoint
 from config import ConfigError, from_dict
 from hf import save_pretrained
 from model import GPTConfig
-from scripts.sample import read_run, sampling_specs, switched
+from scripts.sample import read_checkpoint, sampling_specs, switched
 from scripts.targets import check_targets, named
 
 
@@ -28,7 +28,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         check_targets(folders=(args.out,))
-        state = read_run(args.source)
+        state = read_checkpoint(args.source)
         if missing := {"model", "model_args", "data", "config", "step"} - set(state):
             raise ConfigError(f"{args.source} has no entry {min(missing)!r}; it is not a checkpoint of train.py")
         specs = sampling_specs(from_dict(state["config"], args.source), "run", switched(state, args.source))

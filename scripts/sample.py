@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that the scri
 import torch
 
 import checkpoint
-from attention import AttentionLayer, AttentionSpec, layer_specs
+from attention import AttentionLayer, AttentionSpec, specs_of
 from attention.spec import from_key
 from config import ConfigError, from_dict
 from data.tokenizer import tokenizer
@@ -22,7 +22,7 @@ from model import GPT, GPTConfig
 from replay.switches import from_plain
 
 
-def read_run(source: str) -> dict:
+def read_checkpoint(source: str) -> dict:
     """The checkpoint at a file or the newest readable one of an out_dir, on the CPU. Errors: CheckpointError."""
     return checkpoint.load(source) if Path(source).is_file() else checkpoint.load_latest(source)
 
@@ -30,8 +30,7 @@ def read_run(source: str) -> dict:
 def sampling_specs(config, attention: str, switches=()) -> list[AttentionSpec]:
     """One spec a layer: the run's own for attention="run", after these switches of its layers, else this backend with
     the run's soft cap on the scores."""
-    specs = layer_specs(config.n_layer, config.n_head, config.attention, config.switches, config.attention_override,
-                        config.output_heads)
+    specs = specs_of(config)
     for switch in switches:
         specs[switch.layer] = from_key(switch.spec)
     return specs if attention == "run" else [AttentionSpec(attention, softcap=spec.softcap) for spec in specs]
@@ -51,7 +50,7 @@ def load_model(source: str, attention: str = "flash_fp32") -> tuple[GPT, str, in
         model = GPT(config, [AttentionLayer(AttentionSpec(backend), i) for i in range(config.n_layer)])
         load_pretrained(model, source)
         return model.eval(), "gpt2", config.vocab_size
-    state = read_run(source)
+    state = read_checkpoint(source)
     try:
         specs = sampling_specs(from_dict(state["config"], source), attention, switched(state, source))
         config = GPTConfig(**state["model_args"])

@@ -195,7 +195,7 @@ def test_a_flipped_bit_in_the_weights_passes_torch_but_not_us(tmp_path):
         load(path)
 
 
-def test_fallback_over_damaged_files_says_so(tmp_path):
+def test_fallback_over_damaged_files_says_so(tmp_path, capsys):
     for step in (1, 2, 3):
         path = save(tmp_path, step, state_of(step), keep=3)
     path.write_bytes(path.read_bytes()[:-1000])  # step 3: torn
@@ -203,12 +203,12 @@ def test_fallback_over_damaged_files_says_so(tmp_path):
     second.write_bytes(b"")
     with pytest.raises(CheckpointError, match=r"ckpt_00000003\.pt is damaged .*older good one is .*ckpt_00000001\.pt"):
         load(path)
-    said = []
-    assert load_latest(tmp_path, say=said.append)["value"] == 1
+    assert load_latest(tmp_path)["value"] == 1
+    said = capsys.readouterr().out.splitlines()
     assert len(said) == 2 and "ckpt_00000003.pt" in said[0] and "ckpt_00000002.pt" in said[1]
     (tmp_path / "ckpt_00000001.pt").write_bytes(b"PK")
     with pytest.raises(CheckpointError, match="no readable checkpoint"):
-        load_latest(tmp_path, say=said.append)
+        load_latest(tmp_path)
 
 
 def test_nothing_to_load(tmp_path):
@@ -216,14 +216,6 @@ def test_nothing_to_load(tmp_path):
         load_latest(tmp_path)
     with pytest.raises(CheckpointError, match="does not exist"):
         load(tmp_path / "ckpt_00000001.pt")
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
-def test_a_missing_device_is_no_damage(tmp_path):
-    save(tmp_path, 1, state_of(1), keep=1)
-    with pytest.raises((RuntimeError, AssertionError), match=r"(?i)cuda") as caught:
-        load_latest(tmp_path, "cuda")
-    assert not isinstance(caught.value, CheckpointError)
 
 
 # ---- disks and kills ----

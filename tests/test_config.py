@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from attention import layer_specs
-from config import HINTS, Config, ConfigError, as_dict, from_dict, from_file, load, override
+from attention import BACKENDS, specs_of
+from attention.spec import SWITCHES
+from config import HINTS, Backend, Config, ConfigError, as_dict, from_dict, from_file, load, override
 
 ROOT = Path(__file__).parents[1]
 FILES = sorted(ROOT.glob("configs/**/*.toml"))
@@ -17,11 +18,6 @@ FIELDS = {f.name: f for f in dataclasses.fields(Config)}
 # A value of the right type that is not the default, where the type alone does not give one that makes sense.
 OTHERS = {"tile_k": "full", "tile_q": 64, "beta1": 0.5, "beta2": 0.5, "dropout": 0.5, "muon_momentum": 0.5,
           "n_embd": 1536, "monitor_ties": 0.5, "n_head": 6, "output_heads": "1:0", "shift_cap": float("inf")}
-
-
-def specs(config):
-    return layer_specs(config.n_layer, config.n_head, config.attention, config.switches, config.attention_override,
-                       config.output_heads)
 
 
 def test_there_are_configs():
@@ -35,7 +31,7 @@ def test_there_are_configs():
 def test_file_loads(path):
     """It loads, its numerics resolve, its head says what it is for, and it writes to a folder of its own name."""
     config = from_file(path)
-    assert len(specs(config)) == config.n_layer
+    assert len(specs_of(config)) == config.n_layer
     assert path.read_text().startswith("# ")
     name = f"isolation_{path.stem}" if path.parent.name == "isolation" else path.stem
     assert config.out_dir == f"runs/{name}"
@@ -85,13 +81,13 @@ ISOLATION = {"3.2a": {"tile_k"}, "3.2b": {"attention_override"}, "3.2c": {"atten
 
 def test_isolation_differs_from_gpt2_small_in_what_it_isolates():
     base = tomllib.loads((ROOT / "configs" / "gpt2_small_flash_bf16.toml").read_text())
-    found, numerics = {}, {tuple(specs(from_dict(base, "base")))}
+    found, numerics = {}, {tuple(specs_of(from_dict(base, "base")))}
     for path in FILES:
         if path.parent.name == "isolation":
             table = tomllib.loads(path.read_text())
             found[path.stem.split("_")[0]] = {k for k in table.keys() | base.keys()
                                               if table.get(k) != base.get(k)} - {"out_dir"}
-            numerics.add(tuple(specs(from_file(path))))
+            numerics.add(tuple(specs_of(from_file(path))))
     assert found == ISOLATION
     assert len(numerics) == 9  # no two compute the same
 
@@ -129,7 +125,7 @@ def test_every_float_has_bounds(name):
         if (name, value) in (("shift_cap", float("inf")), ("smooth_k", -1.0)):  # the paper's rule; a longer mean
             continue
         with pytest.raises(ValueError, match=f"{name}={re.escape(str(value))} "):
-            specs(from_dict({"attention": "stabilized", **rule, name: value}, "here"))
+            specs_of(from_dict({"attention": "stabilized", **rule, name: value}, "here"))
 
 
 def test_wrong_files(tmp_path):
@@ -224,10 +220,16 @@ def test_switches_are_what_was_set():
     assert Config().switches == {}
     config = from_dict({"tile_k": "full", "beta": 4, "pv": "fp32"}, "here")
     assert config.switches == {"tile_k": 0, "beta": 4.0, "pv": "fp32"}
-    assert specs(dataclasses.replace(config, attention="stabilized"))[3].tile_k == 0
+    assert specs_of(dataclasses.replace(config, attention="stabilized"))[3].tile_k == 0
     unset = {name for name, field in FIELDS.items() if field.default is None}
     every = dataclasses.replace(Config(), **{name: other_value(name) for name in unset})
     assert every.switches.keys() == unset  # no attention switch can be set without being passed on
+
+
+def test_every_backend_and_switch_of_a_spec_can_be_set():
+    """config.py imports nothing of ours, so it names them again."""
+    assert typing.get_args(Backend) == BACKENDS
+    assert {name for name, field in FIELDS.items() if field.default is None} == {*SWITCHES, "kernel"} - {"output_heads"}
 
 
 def test_defaults_are_nanogpts():

@@ -75,8 +75,7 @@ def test_initialisation_has_nanogpts_spread():
 def test_gpt2_small_has_the_published_size():
     with torch.device("meta"):
         plain = GPT(GPTConfig(vocab_size=50257, bias=True), [exact] * 12)
-    assert plain.num_params(positions=True) == 124_439_808  # the count of the released checkpoint
-    assert plain.num_params() == 124_439_808 - 1024 * 768
+    assert plain.num_params() == 124_439_808 - 1024 * 768  # what is released has positions, too
     assert plain.flops_per_token() == 6 * plain.num_params() + 12 * 12 * 12 * 64 * 1024
 
 
@@ -339,18 +338,6 @@ def test_sampling_follows_the_distribution_and_top_k():
     assert (got - want).abs().max() < 5 * 0.5 / math.sqrt(4000)  # 5 standard errors at the widest
     again = model.generate(x, 1, temperature=2.0, top_k=4, generator=torch.Generator().manual_seed(0))[:, -1]
     assert torch.equal(drawn, again)
-
-
-def test_cropping_keeps_the_first_positions():
-    model, x = gpt(), tokens(2, 8)
-    want = model(x)[0]
-    model.crop_block_size(8)
-    assert torch.equal(model(x)[0], want) and model.config.block_size == 8
-    assert model.transformer.wpe.weight.requires_grad
-    with pytest.raises(ValueError, match=r"9 tokens exceeds block_size=8"):
-        model(tokens(1, 9))
-    with pytest.raises(ValueError, match=r"block_size=16 is outside 1\.\.8"):
-        model.crop_block_size(16)
 
 
 @pytest.mark.parametrize("fields, message", [

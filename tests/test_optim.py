@@ -81,8 +81,8 @@ def test_schedule_with_nothing_to_decay_or_warm_up():
 def test_set_lr_moves_every_group_along_one_curve():
     optimizer = build_optimizer(gpt(), with_(optimizer="muon"), "cpu")
     for step in (0, 4, 12, 30):
-        lr = optimizer.set_lr(step)
-        assert lr == learning_rate(step, CONFIG)
+        optimizer.set_lr(step)
+        lr = learning_rate(step, CONFIG)
         for group in optimizer.param_groups:
             assert group["lr"] == pytest.approx(lr if group["name"].startswith("adamw") else lr / 2)
 
@@ -154,7 +154,8 @@ def test_adamw_is_the_published_update():
     w = model.get_parameter(name).detach().double()
     m = v = torch.zeros_like(w)
     for step in range(2):
-        lr = optimizer.set_lr(step)
+        optimizer.set_lr(step)
+        lr = learning_rate(step, CONFIG)
         set_gradients(model, step)
         g = model.get_parameter(name).grad.double()
         m, v = 0.9 * m + 0.1 * g, 0.95 * v + 0.05 * g * g
@@ -183,17 +184,15 @@ def test_newton_schulz_gives_an_almost_orthogonal_matrix():
         assert 0.6 < diagonal[s > 0.05 * s.amax()].min() and diagonal.max() < 1.3
 
 
-def test_newton_schulz_equals_torchs_in_its_precision_and_of_a_zero_matrix_is_zero():
+def test_newton_schulz_equals_torchs_but_for_bf16_and_of_a_zero_matrix_is_zero():
     from torch.optim._muon import _zeropower_via_newtonschulz
 
     for shape in ((32, 32), (24, 80), (80, 24)):
         g = torch.randn(shape, generator=torch.Generator().manual_seed(2))
         theirs = _zeropower_via_newtonschulz(g, (3.4445, -4.7750, 2.0315), 5, 1e-7).float()
-        precise, rounded = newton_schulz(g), newton_schulz(g, dtype=torch.bfloat16)
-        error = (theirs - precise).abs().max()
-        assert 0 < error < 0.05  # BF16, five steps
-        assert (rounded - precise).abs().max() < 2 * error  # a dtype that is asked for is used
-        assert torch.allclose(newton_schulz(g.double(), dtype=torch.float64).float(), precise, atol=1e-4)
+        precise = newton_schulz(g)
+        assert 0 < (theirs - precise).abs().max() < 0.05  # BF16, five steps
+        assert torch.allclose(newton_schulz(g.double()).float(), precise, atol=1e-4)
     assert torch.equal(newton_schulz(torch.zeros(3, 4)), torch.zeros(3, 4))
 
 

@@ -228,9 +228,11 @@ def test_trace_is_what_the_operator_does():
                 continue
             s = spec(backend, tile_k=16, delta=delta)
             got = trace(q, k, v, s, do)
-            o, lse, ties, row_max, _ = emulated(q, k, v, torch.zeros(3, dtype=torch.int64), s.key, True)
+            o, lse, ties, row_max, rest = emulated(q, k, v, torch.zeros(3, dtype=torch.int64), s.key, True)
             for a, b in ((got.o, o), (got.lse, lse), (got.ties, ties), (got.row_max, row_max)):
                 assert torch.equal(a, b)
+            if delta in ("do_o", "do_o_exact"):
+                assert torch.equal(got.delta, (do * (o + rest if s.keeps_rest else o).contiguous()).sum(-1))
             want = (do.double() * materialised(*(t.double() for t in (q, k, v)))).sum(-1)
             assert (got.delta - want).abs().max() < (1e-4 if backend == "flash_fp32" else 0.25)
     assert trace(q, k, v, spec()).delta is None

@@ -9,7 +9,6 @@ from attention.rounding import (
     explain_addition,
     philox,
     round_bf16,
-    round_bf16_bits,
     round_to,
     stochastic_round_bf16,
 )
@@ -20,6 +19,14 @@ LOWER_HALVES = [0, 1, 2, 0x3FFF, 0x7FFE, 0x7FFF, 0x8000, 0x8001, 0xC000, 0xFFFE,
 def from_pattern(u):
     """float32 values with these unsigned 32-bit patterns."""
     return torch.where(u >= 1 << 31, u - (1 << 32), u).to(torch.int32).view(torch.float32)
+
+
+def round_bf16_bits(x):
+    """By integer arithmetic: 0x7FFF plus the last kept bit carries into the kept half exactly where nearest-even rounds
+    away from zero. A NaN's payload would carry into the sign."""
+    u = x.view(torch.int32).to(torch.int64)
+    u = (u + 0x7FFF + ((u >> 16) & 1)) & 0xFFFF0000
+    return torch.where(x.isnan(), x, from_pattern(u))
 
 
 def same(a, b):

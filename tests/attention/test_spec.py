@@ -265,7 +265,8 @@ def test_defaults_are_the_dataclass_fields():
     ("shift_cap", 3.0, "flash_fa2", "shift_cap=3.0 changes nothing"),
     ("fixed_shift", 3.0, "stabilized", "fixed_shift=3.0 changes nothing: it is read with stabilizer=fixed"),
     ("lazy_threshold", 3.0, "stabilized", "lazy_threshold=3.0 changes nothing: it is read with stabilizer=lazy_max"),
-    ("dots", "ieee", "flash_bf16", "dots='ieee' changes nothing: it is read with operands=fp32")])
+    ("dots", "ieee", "flash_bf16", "dots='ieee' changes nothing: it is read with operands=fp32, and no layer has that "
+     "(operands=bf16)")])
 def test_a_switch_that_no_layer_reads_is_refused(name, value, backend, message):
     layers_refused(message, backend=backend, switches={name: value})
     reader = {"beta": "stabilized", "shift_cap": "stabilized", "dots": "flash_fp32"}.get(name)

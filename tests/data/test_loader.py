@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from data.loader import DataError, draw_offsets, open_tokens
+from data.loader import draw_offsets, open_tokens
+from data.meta import DataError
 from data.writer import write_corpus
 
 

@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data.loader import DataError, open_tokens, read_meta
+from data.loader import open_tokens
+from data.meta import DataError, read_meta
 
 SCRIPT = Path(__file__).parents[2] / "data" / "openwebtext" / "prepare.py"
 

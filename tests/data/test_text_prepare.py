@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from data import corpus, meta
-from data.loader import DataError, open_tokens, read_meta
+from data.loader import open_tokens
+from data.meta import DataError, read_meta
 from data.text.prepare import cut, main, prepare, split_documents
 from data.writer import locked, write_corpus
 

@@ -69,9 +69,10 @@ def test_row_max_is_of_a_layer():
 
 def test_one_warning_an_episode():
     """Noise around the threshold, and a second signal, are the same episode; after RELEASE it may begin again."""
-    around = [0.45, 0.39, 0.45, 0.39, 0.41] * 6
+    around = ([0.45] * 5 + [0.39] * 5) * 3  # so the median is on either side in turn
     assert RELEASE * 0.4 < min(around)
     assert len(alarms(records(30, ties={(0, 0): around}), ties=0.4)) == 1
+    assert len(alarms(records(30, wq_norm={(0, 0): [6.5, 5.5] * 15}), wq_norm=6)) == 1
     both = records(30, ties={(0, 0): [0.9]}, wq_norm={(0, 0): [2] * 10 + [50.0]})
     assert [a.signal for a in alarms(both, ties=0.4, wq_ratio=3)] == ["ties"]
     two = records(40, ties={(0, 0): [0.9] * 10 + [0.05] * 10 + [0.9]})
@@ -92,7 +93,10 @@ def test_not_numbers():
 
 
 def test_zero_norms():
-    assert alarms(records(3, wq_norm={(i, j): [0.0] for i in range(L) for j in range(H)}), wq_ratio=3) == []
+    """Beside heads whose W_Q is 0 no ratio means anything."""
+    zero = {(i, j): [0.0] for i in range(L) for j in range(H)}
+    for norms in (zero, zero | {(0, 0): [5.0]}):
+        assert alarms(records(3, wq_norm=norms), wq_ratio=3) == []
 
 
 def test_unknown_signal():

@@ -9,13 +9,14 @@ import torch
 
 from attention import AttentionLayer, AttentionSpec
 from diagnostics.probes import (
+    as_record,
     attention_inputs,
     explain_nonfinite,
     first_nonfinite,
     key_mean,
     largest_eigenvalues,
+    measure,
     nonfinite_gradients,
-    probe,
     wq_norms,
 )
 from model import GPT, GPTConfig
@@ -23,6 +24,11 @@ from model import GPT, GPTConfig
 L, H, C, T, V = 2, 2, 32, 40, 64
 D = C // H
 AUTOCAST = contextlib.nullcontext()
+
+
+def probe(model, idx, autocast) -> dict:
+    """What a run's log has of it."""
+    return as_record(measure(model, idx, autocast).tolist())
 
 
 def planted(dtype=torch.float64, **switches) -> GPT:

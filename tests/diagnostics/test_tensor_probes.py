@@ -83,6 +83,8 @@ def test_high_precision_sees_the_backends_own_scores():
     assert precision.both(q, k, v, exact).delta_lp is None
     spec = AttentionSpec(output_heads=(2,))
     assert precision.head_spec(spec, 2).output == "fp32" and precision.head_spec(spec, 1).output == "bf16"
+    other = AttentionSpec(output_heads=(2,), delta="dp_p")
+    assert [precision.head_spec(other, h).delta for h in (1, 2)] == ["dp_p", "dp_p"]
 
 
 def test_delta_follows_what_o_left_over():
@@ -339,6 +341,13 @@ def test_planted_rank_one_error():
     assert coherence.projection(error, -torch.outer(u, w)) == pytest.approx({"cosine": -1, "subspace": 1})
     orthogonal = torch.outer(u, torch.linalg.qr(torch.stack([w, torch.ones(C).double()], 1)).Q[:, 1])
     assert coherence.projection(error, orthogonal) == pytest.approx({"cosine": 0, "subspace": 0}, abs=1e-12)
+    unit = torch.outer(u, w) / (u.norm() * w.norm())
+    between = 0.6 * unit + 0.8 * orthogonal / orthogonal.norm()
+    assert coherence.projection(error, between) == pytest.approx({"cosine": 0.6, "subspace": 0.36})
+    assert coherence.top_share(torch.diag(torch.tensor([2.0, 1.0]))) == pytest.approx(0.8)
+    pair = torch.tensor([[1.0, -0.95], [-0.95, 1.0]])
+    for same, mean, size in ((True, -0.95, 0.95), (False, 0.025, 0.975)):  # of one set the diagonal says nothing
+        assert coherence.summary(pair, same) == pytest.approx({"mean": mean, "mean_size": size, "share_above_0.9": 1})
     spread = coherence.RankOne(*(torch.randn(400, n, generator=draw).double() for n in (D, C)))
     assert coherence.effective_rank(spread.weighted_sum(torch.ones(400))) > 10
     assert abs(coherence.summary(spread.cosines(), same=True)["mean"]) < 0.01

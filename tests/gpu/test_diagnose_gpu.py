@@ -11,7 +11,7 @@ from config import load
 from diagnostics import scene as scenes
 from diagnostics.diagnosis import diagnose
 from diagnostics.precision import head_spec
-from diagnostics.probes import probe
+from diagnostics.probes import as_record, measure
 from diagnostics.weights import block_matrices, qk_entropy
 from model import GPT, GPTConfig
 from plan import prepare
@@ -81,7 +81,7 @@ def test_a_probe_of_training(tmp_path, monkeypatch, exact):
     for _ in range(0 if exact else 59):
         trainer.spectra.update(exact=False)
     record = trainer.probe(whole=True, exact=exact).record()
-    again = probe(trainer.raw, trainer.first[: config.probe_sequences], trainer.autocast)
+    again = as_record(measure(trainer.raw, trainer.first[: config.probe_sequences], trainer.autocast).tolist())
     assert again and again == {name: record[name] for name in again}
     assert trainer.probe(whole=False).record() == again
     for i, block in enumerate(trainer.raw.transformer.h):

@@ -195,6 +195,12 @@ def test_layers_are_drawn_a_column_a_run(pair, tmp_path, monkeypatch):
     assert main([str(pair[0]), "--layers", str(tmp_path / "layers.txt")]) == 2
 
 
+def test_differences_that_cancel_are_not_small(tmp_path):
+    runs = load_runs([make_run(tmp_path / "a", [4.0, 3.0, 2.0, 1.0]), make_run(tmp_path / "b", [4.0, 3.25, 1.25, 1.5])])
+    diff = compare(runs)["runs"][1]["difference"]
+    assert (diff["mean_signed"], diff["mean_absolute"], diff["max_absolute"]) == (0.0, 0.375, 0.75)
+
+
 def test_runs_without_probes_have_no_empty_panels(tmp_path):
     run = load_run(make_run(tmp_path / "a", [2.0, 1.0], probes=False))
     result = compare([run])
@@ -260,13 +266,19 @@ def test_orders_drawn_from_one_seed_are_one_order_whatever_their_length(tmp_path
     assert common_steps(*runs) == 2
     runs[1].info["config"] |= {"batch_size": 2, "gradient_accumulation_steps": 2}  # a step has as many sequences
     assert common_steps(*runs) == 2
-    for name, place in (("seed", "config"), ("tokens", "data")):
-        runs[1].info[place][name] += 1
-        with pytest.raises(CompareError, match="order hash"):
-            common_steps(*runs)
-        runs[1].info[place][name] -= 1
+    for place, name in [*(("config", name) for name in drawn), ("data", "sha256"), ("data", "tokens")]:
+        own = runs[1].info[place]
+        for other in ({name: own[name] * 2}, {name: None}):
+            runs[1].info[place] = own | other
+            with pytest.raises(CompareError, match="order hash"):
+                common_steps(*runs)
+        runs[1].info[place] = own
     runs[1].info["order"]["mode"] = "replayed"  # of whatever file
     with pytest.raises(CompareError, match="order hash"):
+        common_steps(*runs)
+    for run in runs:  # two unknown orders are not one
+        run.info["order"]["sha256"] = None
+    with pytest.raises(CompareError, match="order of long was not kept and the order of short was not kept"):
         common_steps(*runs)
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from config import Config
 from diagnostics.probes import as_record
-from metrics import to_json
+from metrics import read_metrics, to_json
 from scripts import monitor
 
 ROOT = Path(__file__).parents[2]
@@ -36,6 +36,13 @@ def runs(tmp_path):
             write(tmp_path / "unseen", 0.1, 0, 1500), write(tmp_path / "after", 0.9, 2200, 1500),
             write(tmp_path / "stable", 0.3, 1000, None), write(tmp_path / "away", 0.45, 1000, None, norm=3.5),
             write(tmp_path / "false", 0.5, 1000, None)]
+
+
+def test_a_warning_at_the_failure_is_none_before_it(runs):
+    records = read_metrics(runs[0])
+    assert monitor.first_alarm(records, {"ties": 0.4}).step == 700
+    assert monitor.first_alarm(records, {"ties": 0.4}, before=701).step == 700
+    assert monitor.first_alarm(records, {"ties": 0.4}, before=700) is None
 
 
 def test_tables(runs, tmp_path, capsys):

@@ -220,6 +220,17 @@ def test_runs_that_do_not_belong_together_are_refused(tmp_path, capsys, seed, ch
     assert message.format(a=a, b=b) in capsys.readouterr().err
 
 
+def test_runs_on_other_data_are_refused(tmp_path, capsys):
+    """Whatever the folders are called: one that is prepared anew may hold another text."""
+    for seed in (1, 2):
+        run = write_run(tmp_path / f"seed{seed}/flash_bf16", seed, 100)
+    assert table_of(tmp_path, "--collect", arms=("flash_bf16",))["summary"][0]["finished"] == 2
+    header = json.loads((run / "run.json").read_text())
+    (run / "run.json").write_text(json.dumps(header | {"data": {"sha256": "d2"}}))
+    assert table_of(tmp_path, "--collect", arms=("flash_bf16",)) == 2
+    assert "has training data with SHA-256=d2, and flash_bf16 of seed 1" in capsys.readouterr().err
+
+
 def test_what_changes_no_step_may_differ(tmp_path):
     """Evaluations, and what an unset monitor would do, whose defaults change from commit to commit."""
     more = [{"eval_interval": 500}, {"eval_interval": 2500, "monitor": "off", "monitor_remedy": "stabilized"},

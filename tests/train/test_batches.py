@@ -6,8 +6,10 @@ import torch
 
 import checkpoint
 import train
+from attention import AttentionLayer
 from data.loader import draw_offsets, open_tokens
 from replay.order import OrderFile
+from trainer import EVALUATION_DRAW
 
 
 def digest(run, rows=None):
@@ -93,7 +95,6 @@ def test_every_split_of_a_step_is_the_same_step(runner):
 
 def build(runner, **flags):
     """The model that train.py would train with these flags."""
-    from attention import AttentionLayer
     from config import load
     from model import GPT
     from plan import prepare
@@ -112,6 +113,22 @@ def test_clipping_and_schedule_reach_the_optimizer(runner):
     assert free.records[0]["grad_norm"] == tight.records[0]["grad_norm"] > 0.1  # logged before clipping
     assert [r["lr"] for r in free.records[:2]] == pytest.approx([1e-2 / 3, 2e-2 / 3])
     assert 0.8e-5 < moved[1] <= 1.01e-5 < 1e-3 < moved[0]  # together at most 1e-2 * 1e-3, if they point one way
+
+
+def test_every_batch_is_rounded_at_random_by_a_draw_of_its_own(runner, monkeypatch):
+    """By its number in the whole run, so that no resume repeats one; those of an evaluation are always the same."""
+    seen, forward = [], AttentionLayer.forward
+
+    def spy(layer, *args, **options):
+        seed, number, draw = layer.rng.tolist()
+        seen.append((seed, number, layer.training, draw))
+        return forward(layer, *args, **options)
+
+    monkeypatch.setattr(AttentionLayer, "forward", spy)
+    runner("run", max_iters=2, eval_iters=2, output="stochastic")
+    evaluation = [(False, EVALUATION_DRAW), (False, EVALUATION_DRAW + 1)]
+    assert seen == [(1337, layer, *one) for one in (*evaluation, *((True, n) for n in range(4)), *evaluation)
+                    for layer in (0, 1)]
 
 
 def test_tokens_and_validation_loss(runner):

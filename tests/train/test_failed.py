@@ -3,7 +3,7 @@
 import pytest
 
 import train
-from failure import step_of_failure
+from failure import failure_of
 
 FLAGS = dict(max_iters=120, eval_interval=200, checkpoint_interval=30, grad_clip=0)
 
@@ -25,7 +25,7 @@ def exploding(monkeypatch):
 
 def test_a_run_ends_where_it_counts_as_failed(runner, exploding, monkeypatch):
     whole = runner("whole", **FLAGS)
-    step = step_of_failure(range(120), whole.losses)
+    step = failure_of(whole.records)
     assert 70 < step < 110, "or the test shows nothing"
     run = runner("run", code=train.EXIT_FAILED, stop_when_failed=True, **FLAGS)
     assert run.losses == whole.losses[: step + 1]

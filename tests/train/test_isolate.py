@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from attention import layer_specs
+from attention import specs_of
 from attention.spec import NO_SWITCHES, SWITCHES
 from config import load, override
 from scripts import arms, cures, grid, isolate, reproduce_mini
@@ -32,8 +32,7 @@ def test_every_arm_is_a_config_that_can_run(flags):
     """The names of its flags, their values, and the specs that they make."""
     words = {"layer": 1, "head": 2, "heads": "2,3"}
     config = load(["configs/mini_flash_bf16.toml", *(flag.format(**words) for flag in flags)])
-    specs = layer_specs(config.n_layer, config.n_head, config.attention, config.switches, config.attention_override,
-                        config.output_heads)
+    specs = specs_of(config)
     assert len(specs) == config.n_layer
 
 
@@ -44,8 +43,7 @@ def test_no_two_arms_of_a_table_are_one_run(table):
     words, runs = {"layer": 1, "head": 2, "heads": "2,3"}, {}
     for name, flags in table.items():
         config = load(["configs/mini_flash_bf16.toml", *(flag.format(**words) for flag in flags)])
-        specs = layer_specs(config.n_layer, config.n_head, config.attention, config.switches, config.attention_override,
-                            config.output_heads)
+        specs = specs_of(config)
         left = {k: v for k, v in dataclasses.asdict(config).items() if k not in
                 {"attention", "attention_override", "output_heads", *SWITCHES}}
         keys = [dataclasses.asdict(spec) | {"backend": spec.backend in NO_SWITCHES and spec.backend} for spec in specs]

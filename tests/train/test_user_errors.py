@@ -227,8 +227,9 @@ def test_resume_with_another_order(runner):
     assert runner("run", init_from="resume").losses == [*before, *runner("whole").losses[3:]]  # its own values fit
 
 
-def test_a_file_that_is_no_checkpoint_of_ours(runner):
-    torch.save({"model": {}}, runner.root / "odd.pt")
+@pytest.mark.parametrize("content", [{"model": {}}, {}, torch.zeros(1)], ids=("model", "nothing", "tensor"))
+def test_a_file_that_is_no_checkpoint_of_ours(runner, content):
+    torch.save(content, runner.root / "odd.pt")
     assert_sentence(runner.refused("run", init_from=runner.root / "odd.pt"), "odd.pt .*step")
 
 
