@@ -33,8 +33,9 @@ def test_table(tmp_path, capsys):
     (["--arms", "flash_fa2+smooth_k=1"], "leave out smooth_k"),
     (["--arms", "standard+softcap=30"], "leave out softcap"),
     (["--scale", "0"], "--scale 0.0: each must be a number above 0"), (["--scale", "inf"], "--scale inf: "),
-    (["--scale", "1e5"], "--shape 1 2 64 16 --scale 100000: the exact sizes of rows of dS have a root mean square of 0"),
-    (["--scale", "1e30"], "root mean square of "), (["--shape", "1", "1", "2", "16"], "a standard error needs two rows"),
+    (["--scale", "1e5"], "--shape 1 2 64 16 --scale 100000: the exact sizes of rows of dS have a root"),
+    (["--scale", "1e30"], "a root mean square of 0, by which"),
+    (["--shape", "1", "1", "2", "16"], "a standard error needs two rows"),
     (["--shape", "1", "1", "1", "16"], "--shape 1 1 1 16: "), (["--shape", "0", "1", "8", "16"], "--shape 0 1 8 16: "),
     (["--arms", "sdpa/cudnn"], "none of --arms sdpa/cudnn runs here; name others"),
     (["--device=cuda"], "--device=cuda: torch finds no GPU; use --device=cpu")])
