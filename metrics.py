@@ -14,6 +14,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from config import Config, as_dict
 from files import write_text
 from mirror import Wandb
 
@@ -172,10 +173,10 @@ class Metrics:
         before = read_run(self.path.parent)
         self.run_id = before.get("run_id") or secrets.token_hex(4)
         session = {"started": _now()}
+        old = as_dict(Config()) | before.get("config", {})  # a key that a commit did not have yet was at its default
         if before:
             session["changed"] = {key: value for key, value in now.items() if value != before.get(key)}
             if "config" in session["changed"]:
-                old = before.get("config", {})
                 session["changed"]["config"] = {k: v for k, v in now["config"].items() if k not in old or v != old[k]}
         self._run = now | before | {"run_id": self.run_id, "sessions": [*before.get("sessions", ()), session]}
         self._fd = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -192,7 +193,7 @@ class Metrics:
             os.write(self._fd, b"\n")  # a kill tore the last line: close it, so that only that one is lost
         if size and "start_step" in now:
             os.write(self._fd, (to_json({"resumed_at": now["start_step"]}) + "\n").encode())
-        changed, old = session.get("changed", {}).get("config", {}), before.get("config", {})
+        changed = session.get("changed", {}).get("config", {})
         if told := [f"{key} {old.get(key)!r} -> {value!r}" for key, value in changed.items() if key != "init_from"]:
             self.say(f"resumed with other settings than the run began with: {', '.join(told)}")
 
