@@ -85,9 +85,7 @@ def read_run(run: str | Path) -> dict:
                 found = json.loads(path.read_text(encoding="utf-8"))
             except ValueError as error:
                 raise MetricsError(f"{path} is no valid JSON ({error}); repair it, or move it away") from error
-            kinds = {"config": dict, "order": dict, "data": dict, "sessions": list}
-            if not isinstance(found, dict) or not all(isinstance(found.get(name) or kind(), kind)
-                                                      for name, kind in kinds.items()):
+            if not _is_header(found):
                 raise MetricsError(f"{path} is no run's header; repair it, or move it away")
             return found
     return {}
@@ -230,6 +228,21 @@ def _fits(key: str, value) -> bool:
         return True
     values = value if "_head/" in key else [value]
     return isinstance(values, list) and bool(values) and all(type(one) in (int, float) for one in values)
+
+
+def _is_header(found) -> bool:
+    """Whether a run.json has what its readers take for granted, where it has it."""
+    def dicts(*values) -> bool:
+        return all(isinstance(value, dict) for value in values)
+
+    if not dicts(found) or not dicts(found.get("config", {}), found.get("order") or {}, found.get("data") or {}):
+        return False
+    sessions = found.get("sessions", [])
+    if not isinstance(sessions, list) or not dicts(*sessions):
+        return False
+    changes = [session.get("changed", {}) for session in sessions]
+    return dicts(*changes) and all(dicts(change.get("config", {})) and type(change.get("start_step", 0)) is int
+                                   for change in changes)
 
 
 def _read(path: Path) -> str:

@@ -316,7 +316,10 @@ def test_missing_and_empty_runs(tmp_path, capsys):
     assert "has no logged loss" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("header", ["[]", '{"order": "x"}', '{"config": 3}', '{"sessions": 3}'])
+@pytest.mark.parametrize("header", [
+    "[]", '{"order": "x"}', '{"config": 3}', '{"config": null}', '{"sessions": 3}', '{"sessions": [3]}',
+    '{"sessions": [{"changed": null}]}', '{"sessions": [{"changed": {"config": 3}}]}',
+    '{"sessions": [{"changed": {"start_step": null}}]}'])
 def test_a_header_that_is_none_is_one_sentence(tmp_path, capsys, header):
     run = make_run(tmp_path / "a", [3.0])
     (run / "run.json").write_text(header)
