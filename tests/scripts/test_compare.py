@@ -57,7 +57,9 @@ def pair(tmp_path):
 def test_a_run_that_went_on_with_other_settings_says_so(pair, tmp_path):
     """run.json's own settings are those that it began with."""
     header = json.loads((pair[1] / "run.json").read_text())
-    header["sessions"] += [{"changed": {"start_step": 3, "config": {"delta": "dp_p", "max_iters": 5}}}]
+    header["config"] |= {"wandb_log": True}
+    told = {"delta": "dp_p", "max_iters": 5, "wandb_run_name": "other", "collective_timeout_s": 60.0}
+    header["sessions"] += [{"changed": {"start_step": 3, "config": told}}]
     (pair[1] / "run.json").write_text(json.dumps(header))
     found = compare(load_runs(pair))
     assert [row["resumed_with"] for row in found["runs"]] == [[], [{"step": 3, "delta": "dp_p"}]]
