@@ -14,6 +14,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from config import Config, as_dict
 from files import write_text
 from mirror import Wandb
 
@@ -84,9 +85,7 @@ def read_run(run: str | Path) -> dict:
                 found = json.loads(path.read_text(encoding="utf-8"))
             except ValueError as error:
                 raise MetricsError(f"{path} is no valid JSON ({error}); repair it, or move it away") from error
-            kinds = {"config": dict, "order": dict, "data": dict, "sessions": list}
-            if not isinstance(found, dict) or not all(isinstance(found.get(name) or kind(), kind)
-                                                      for name, kind in kinds.items()):
+            if not _is_header(found):
                 raise MetricsError(f"{path} is no run's header; repair it, or move it away")
             return found
     return {}
@@ -172,10 +171,10 @@ class Metrics:
         before = read_run(self.path.parent)
         self.run_id = before.get("run_id") or secrets.token_hex(4)
         session = {"started": _now()}
+        old = as_dict(Config()) | before.get("config", {})  # a key that a commit did not have yet was at its default
         if before:
             session["changed"] = {key: value for key, value in now.items() if value != before.get(key)}
             if "config" in session["changed"]:
-                old = before.get("config", {})
                 session["changed"]["config"] = {k: v for k, v in now["config"].items() if k not in old or v != old[k]}
         self._run = now | before | {"run_id": self.run_id, "sessions": [*before.get("sessions", ()), session]}
         self._fd = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -192,7 +191,7 @@ class Metrics:
             os.write(self._fd, b"\n")  # a kill tore the last line: close it, so that only that one is lost
         if size and "start_step" in now:
             os.write(self._fd, (to_json({"resumed_at": now["start_step"]}) + "\n").encode())
-        changed, old = session.get("changed", {}).get("config", {}), before.get("config", {})
+        changed = session.get("changed", {}).get("config", {})
         if told := [f"{key} {old.get(key)!r} -> {value!r}" for key, value in changed.items() if key != "init_from"]:
             self.say(f"resumed with other settings than the run began with: {', '.join(told)}")
 
@@ -229,6 +228,21 @@ def _fits(key: str, value) -> bool:
         return True
     values = value if "_head/" in key else [value]
     return isinstance(values, list) and bool(values) and all(type(one) in (int, float) for one in values)
+
+
+def _is_header(found) -> bool:
+    """Whether a run.json has what its readers take for granted, where it has it."""
+    def dicts(*values) -> bool:
+        return all(isinstance(value, dict) for value in values)
+
+    if not dicts(found) or not dicts(found.get("config", {}), found.get("order") or {}, found.get("data") or {}):
+        return False
+    sessions = found.get("sessions", [])
+    if not isinstance(sessions, list) or not dicts(*sessions):
+        return False
+    changes = [session.get("changed", {}) for session in sessions]
+    return dicts(*changes) and all(dicts(change.get("config", {})) and type(change.get("start_step", 0)) is int
+                                   for change in changes)
 
 
 def _read(path: Path) -> str:

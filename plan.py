@@ -118,7 +118,7 @@ def host_memory() -> int:
     for path in CONTAINER_LIMITS:
         with contextlib.suppress(OSError, ValueError):  # it is not there, or says "max"
             sizes.append(int(path.read_text()))
-    return min(sizes)
+    return min(size for size in sizes if size > 0)  # 0 and -1 stand for no limit, too
 
 
 def _read_state(config: Config, model_args: GPTConfig) -> dict | None:

@@ -208,7 +208,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("runs", nargs="+", metavar="RUN", help="out_dir or metrics file; the first is the reference")
     parser.add_argument("-o", "--output", metavar="FILE.png", type=named, help="draw the curves into this file")
     parser.add_argument("--layers", metavar="FILE.png", type=named,
-                        help="draw W_Q norms and ties of each layer into this file")
+                        help="draw losses, and by layer W_Q norms, scores, mean keys and ties, into this file")
     parser.add_argument("--json", metavar="FILE", type=named,
                         help="write the comparison, per-step differences included, as JSON")
     parser.add_argument("--allow_different_orders", action="store_true", help="compare anyway, and label the output")

@@ -63,16 +63,24 @@ def attention_of(arm: str):
 
 
 def measure(attention, q, k, v, do) -> dict:
-    """The script's numbers, and how many rows they are of: all but the first, whose dS is exactly 0."""
-    left, o = row_sums(attention, q, k, v, do)
+    """The script's numbers, and how many rows they are of: all but the first, whose dS is exactly 0.
+
+    Errors: ConfigError where there is nothing to measure by: the exact dS is 0, or of fewer than two rows.
+    """
     size, exact = exact_rows(q, k, v, do)
+    unit = size[..., 1:].square().mean().sqrt()
+    if size[..., 1:].numel() < 2:
+        raise ConfigError("a standard error needs two rows besides the first of each head; take more tokens or heads")
+    if not 0 < unit < math.inf:
+        raise ConfigError(f"the exact sizes of rows of dS have a root mean square of {unit.item():g}, by which nothing "
+                          "can be measured; take smaller scores")
+    left, o = row_sums(attention, q, k, v, do)
     rounding = (do.double() * (exact - o.double())).sum(-1)
     left, size, rounding = (x[..., 1:].double().flatten() for x in (left, size, rounding))
-    unit = size.square().mean().sqrt()
     return {"left_over": (left.square().mean().sqrt() / unit).item(),
             "larger": (left.abs() > size).double().mean().item(), "mean": (left.mean() / unit).item(),
             "mean_se": (left.std() / unit).item() / math.sqrt(len(left)),
-            "cosine": F.cosine_similarity(left, rounding, dim=0).item(), "rows": len(left)}
+            "cosine": F.cosine_similarity(left, rounding, dim=0, eps=1e-200).item(), "rows": len(left)}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -100,6 +108,8 @@ def main(argv: list[str] | None = None) -> int:
             for arm, attention in list(attentions.items()):
                 try:
                     rows.append({"arm": arm, "scale": scale} | measure(attention, q, k, v, do))
+                except ConfigError as error:
+                    raise ConfigError(f"--shape {' '.join(map(str, args.shape))} --scale {scale:g}: {error}") from None
                 except (RuntimeError, ValueError) as error:
                     print(f"row_sums: {arm} does not run here: {str(error).splitlines()[0]}", file=sys.stderr)
                     del attentions[arm]

@@ -11,9 +11,10 @@ from metrics import find_metrics, read_metrics, read_run
 from replay.order import OrderFile
 from settings import read_keys
 
-# Of a config, what changes no step: where and how far a run ran, and what it evaluated and saved on the way.
+# Of a config, what changes no step: where and how far a run ran, and what it evaluated, saved and told on the way.
 NO_STEP = {"out_dir", "dataset", "init_from", "max_iters", "checkpoint_interval", "keep_checkpoints", "eval_interval",
-           "eval_iters"}
+           "eval_iters", "collective_timeout_s", "wandb_log", "wandb_mode", "wandb_project", "wandb_run_name",
+           "wandb_group", "wandb_tags"}
 
 
 class CompareError(ValueError):

@@ -22,7 +22,7 @@ MAY_IMPORT = {
     "checkpoint": {"files"},
     "stop": set(),
     "mirror": set(),
-    "metrics": {"files", "mirror"},
+    "metrics": {"config", "files", "mirror"},
     "optim": set(),
     "attention.layers": {"attention.spec"},
     "attention.op": {"attention.spec"},

@@ -219,6 +219,15 @@ def test_resume_keeps_the_header_and_tells_what_changed(tmp_path):
     assert run["run_id"] == first.run_id and not list(tmp_path.glob("*.tmp"))
 
 
+def test_a_key_that_the_run_began_without_was_at_its_default(tmp_path, capsys):
+    """A run of a commit that did not have it yet goes on with the same settings, or with others."""
+    Metrics(tmp_path, CONFIG, {}).close()
+    for value, told in ((0.0, ""), (8.0, "monitor_key_mean 0.0 -> 8.0")):
+        Metrics(tmp_path, CONFIG | {"max_iters": 200, "monitor_key_mean": value}, {}).close()
+        said = capsys.readouterr().out
+        assert "max_iters 100 -> 200" in said and told in said and ("monitor_key_mean" in said) == bool(told)
+
+
 def test_a_header_that_cannot_be_saved_at_the_end_is_a_message(tmp_path, monkeypatch, capsys):
     metrics = Metrics(tmp_path, CONFIG, {})
     monkeypatch.setattr("metrics.os.replace", lambda *paths: (_ for _ in ()).throw(OSError(28, "No space left")))

@@ -87,3 +87,27 @@ def test_kernels(arm, least, most):
     rounding = (do.double() * (exact - o.double())).sum(-1)
     cosine = F.cosine_similarity(left.double().flatten(), rounding.flatten(), dim=0)
     assert (cosine > 0.9) == (arm in ("sdpa/flash", "flash_fa2")), "is it the rounding of the stored O alone?"
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_without_gradients_around_it(mode):
+    attention, given = (lambda q, k, v: probabilities(q, k) @ v), inputs()
+    with mode():
+        left, o = row_sums(attention, *inputs())
+    expected = row_sums(attention, *given)
+    assert torch.equal(left, expected[0]) and torch.equal(o, expected[1]) and not o.requires_grad
+
+
+def test_key_heads_that_several_query_heads_share():
+    q, k, v, do = inputs(dtype=torch.bfloat16)
+    k, v = k[:, :1], v[:, :1]
+    shared = row_sums(lambda *x: F.scaled_dot_product_attention(*x, is_causal=True, enable_gqa=True), q, k, v, do)
+    of_each = (q, k.expand_as(q), v.expand_as(q), do)
+    each = row_sums(lambda *x: F.scaled_dot_product_attention(*x, is_causal=True), *of_each)
+    assert all(torch.equal(x, y) for x, y in zip(shared, each, strict=True))
+    assert all(torch.equal(x, y) for x, y in zip(exact_rows(q, k, v, do), exact_rows(*of_each), strict=True))
+
+
+def test_attention_that_is_not_causal_is_refused():
+    with pytest.raises(ValueError, match="not causal"):
+        row_sums(F.scaled_dot_product_attention, *inputs())

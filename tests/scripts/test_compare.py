@@ -57,7 +57,9 @@ def pair(tmp_path):
 def test_a_run_that_went_on_with_other_settings_says_so(pair, tmp_path):
     """run.json's own settings are those that it began with."""
     header = json.loads((pair[1] / "run.json").read_text())
-    header["sessions"] += [{"changed": {"start_step": 3, "config": {"delta": "dp_p", "max_iters": 5}}}]
+    header["config"] |= {"wandb_log": True}
+    told = {"delta": "dp_p", "max_iters": 5, "wandb_run_name": "other", "collective_timeout_s": 60.0}
+    header["sessions"] += [{"changed": {"start_step": 3, "config": told}}]
     (pair[1] / "run.json").write_text(json.dumps(header))
     found = compare(load_runs(pair))
     assert [row["resumed_with"] for row in found["runs"]] == [[], [{"step": 3, "delta": "dp_p"}]]
@@ -316,7 +318,10 @@ def test_missing_and_empty_runs(tmp_path, capsys):
     assert "has no logged loss" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("header", ["[]", '{"order": "x"}', '{"config": 3}', '{"sessions": 3}'])
+@pytest.mark.parametrize("header", [
+    "[]", '{"order": "x"}', '{"config": 3}', '{"config": null}', '{"sessions": 3}', '{"sessions": [3]}',
+    '{"sessions": [{"changed": null}]}', '{"sessions": [{"changed": {"config": 3}}]}',
+    '{"sessions": [{"changed": {"start_step": null}}]}'])
 def test_a_header_that_is_none_is_one_sentence(tmp_path, capsys, header):
     run = make_run(tmp_path / "a", [3.0])
     (run / "run.json").write_text(header)

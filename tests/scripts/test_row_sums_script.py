@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 
+from diagnostics.row_sums import exact_rows
 from scripts import row_sums
 
 SMALL = ["--shape", "1", "2", "64", "16", "--device=cpu"]
@@ -32,6 +33,9 @@ def test_table(tmp_path, capsys):
     (["--arms", "flash_fa2+smooth_k=1"], "leave out smooth_k"),
     (["--arms", "standard+softcap=30"], "leave out softcap"),
     (["--scale", "0"], "--scale 0.0: each must be a number above 0"), (["--scale", "inf"], "--scale inf: "),
+    (["--scale", "1e5"], "--shape 1 2 64 16 --scale 100000: the exact sizes of rows of dS have a root"),
+    (["--scale", "1e30"], "a root mean square of 0, by which"),
+    (["--shape", "1", "1", "2", "16"], "a standard error needs two rows"),
     (["--shape", "1", "1", "1", "16"], "--shape 1 1 1 16: "), (["--shape", "0", "1", "8", "16"], "--shape 0 1 8 16: "),
     (["--arms", "sdpa/cudnn"], "none of --arms sdpa/cudnn runs here; name others"),
     (["--device=cuda"], "--device=cuda: torch finds no GPU; use --device=cpu")])
@@ -39,3 +43,20 @@ def test_refused(flags, message, monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert row_sums.main([*SMALL, *flags]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_cosine_of_small_numbers():
+    """What a float64 kernel leaves over is 1e-15, and has a direction all the same."""
+    class Off(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, q, k, v):
+            return 0 * q + exact_rows(q, k, v, q)[1] * (1 + 1e-12)
+
+        @staticmethod
+        def backward(ctx, do):
+            rows = -1e-12 * (do * exact_rows(*given[:3], do)[1]).sum(-1, keepdim=True)
+            return rows.expand_as(do) / 4, None, None
+
+    given = [x.double() for x in row_sums.inputs([1, 2, 64, 16], 1.0)]
+    found = row_sums.measure(Off.apply, *given)
+    assert found["left_over"] < 1e-11 and found["cosine"] == pytest.approx(1, abs=1e-3)

@@ -104,7 +104,9 @@ def test_a_container_has_less_than_its_machine(runner, monkeypatch, tmp_path):
         limit.write_text(f"{2**16}\n")
         assert plan.host_memory() == 2**16
         assert_sentence(runner.refused("run"), "the weights alone take .* this machine, or its container, has 6.1e-05")
-        limit.write_text(f"{2**62}\n")
+        for no_limit in (0, -1, 2**62):
+            limit.write_text(f"{no_limit}\n")
+            assert plan.host_memory() == machine
 
 
 def test_indivisible_accumulation(runner, monkeypatch):
