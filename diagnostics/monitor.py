@@ -25,7 +25,7 @@ SMOOTHED = ("ties", "row_max", "key_mean")
 SIGNALS = {"ties": "probe/ties_head/layer", "wq_ratio": "probe/wq_norm_head/layer",
            "wq_norm": "probe/wq_norm_head/layer", "row_max": "probe/row_max/layer",
            "key_mean": "probe/key_mean_head/layer"}
-FIRST = "probe/wq_norm_head/layer0"  # every record of a probe has it
+FIRST = SIGNALS["wq_norm"] + "0"  # every record of a probe has it
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class MonitorRule:
 
 
 def signals(record: dict) -> Iterator[tuple[str, int, int | None, float]]:
-    """(signal, layer, head, value) of a record; a norm that is not a number counts as infinite."""
+    """(signal, layer, head, value) of a record; what is not a number counts as infinite, but for ties."""
     norms = _layers(record, SIGNALS["wq_norm"])
     median = statistics.median(_number(value) for heads in norms.values() for value in heads) if norms else 0.0
     for layer, heads in _layers(record, SIGNALS["ties"]).items():

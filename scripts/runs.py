@@ -148,14 +148,14 @@ def _draw(run: Run) -> tuple | None:
 def _open_order(run: Run):
     """The order file that the run wrote, else the one that run.json says it replayed; None where neither was kept, or
     another run's is there now."""
-    told = run.info.get("order") or {}
-    candidates = [run.folder / "order.bin"] * run.own_folder + ([Path(told["path"])] if told.get("path") else [])
+    said = run.info.get("order") or {}
+    candidates = [run.folder / "order.bin"] * run.own_folder + ([Path(said["path"])] if said.get("path") else [])
     found = next((path for path in candidates if path.is_file()), None)
     if found is None:
         yield None
     else:
         with OrderFile(found) as order:
-            rows, sha256 = told.get("rows") or 0, told.get("sha256")
+            rows, sha256 = said.get("rows") or 0, said.get("sha256")
             other = sha256 and found.parent != run.folder and (rows > order.rows or order.sha256(rows) != sha256)
             yield None if other else order
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from config import Config
 from diagnostics.monitor import RELEASE, SIGNALS, WINDOW, Alarm, MonitorRule
 from diagnostics.probes import as_record
 from metrics import read_metrics
@@ -102,6 +103,11 @@ def test_zero_norms():
 def test_unknown_signal():
     with pytest.raises(ValueError, match=f"tie is no signal; choose from {', '.join(SIGNALS)}"):
         MonitorRule({"tie": 0.4})
+
+
+def test_every_signal_has_a_threshold_in_the_config():
+    thresholds = {name: 0.5 for name in SIGNALS}
+    assert Config(**{f"monitor_{name}": value for name, value in thresholds.items()}).monitor_thresholds == thresholds
 
 
 def test_mean_keys():
