@@ -43,13 +43,15 @@ ARMS = {
     "fa2_output_stochastic": Arm(("--attention=flash_fa2", "--output=stochastic")),
     "fp32_output_bf16": Arm(("--attention=flash_fp32", "--output=bf16")),
     "sdpa": Arm(("--attention=sdpa",)),
-    # Is it along the mean key? With scores in FP32, and that mean taken out, or twice or four times as long.
+    # Is it along the mean key? With scores in FP32, and that mean taken out, or two to eight times as long.
     "fa2_smooth_k": Arm(("--attention=flash_fa2", "--smooth_k=1")),
     "mean_key_4": Arm(("--smooth_k=-3",)),
     "fa2_mean_key_2": Arm(("--attention=flash_fa2", "--smooth_k=-1")),
     "fa2_mean_key_4": Arm(("--attention=flash_fa2", "--smooth_k=-3")),
+    "fa2_mean_key_8": Arm(("--attention=flash_fa2", "--smooth_k=-7")),
     "delta_dp_p_mean_key_4": Arm(("--delta=dp_p", "--smooth_k=-3")),
     "fa2_delta_dp_p_mean_key_4": Arm(("--attention=flash_fa2", "--delta=dp_p", "--smooth_k=-3")),
+    "fa2_delta_dp_p_mean_key_8": Arm(("--attention=flash_fa2", "--delta=dp_p", "--smooth_k=-7")),
     # and what takes it away under flash_fa2
     "fa2_o_fp32": Arm(("--attention=flash_fa2", "--output=fp32")),
     "fa2_delta_dp_p": Arm(("--attention=flash_fa2", "--delta=dp_p")),
