@@ -25,7 +25,7 @@ from pathlib import Path
 
 import torch
 
-from config import ConfigError, as_dict, check_once, override
+from config import Config, ConfigError, as_dict, check_once, override
 from data.loader import open_tokens
 from data.meta import corpus_folder
 from failure import failure_of
@@ -196,6 +196,8 @@ def _check(args: argparse.Namespace, arms: dict[str, list[str]], proposes: bool)
     for name in ("steps", "parallel", "minutes"):
         if not getattr(args, name) > 0:
             raise ValueError(f"--{name}={getattr(args, name)} must be positive")
+    for seed in args.seeds:
+        Config(seed=seed)  # the bounds of all seeds; an arm is checked with the first
     for name, argv in arms.items():
         config = check_arm(name, argv)
         if proposes and name == FIRST and not config.probe_interval and config.monitor == "off":
@@ -215,9 +217,8 @@ EVENT_COLUMNS = (("failure", "failed", "finished", "rate", "verdict"),
                  ("scores", "scores_ran_away", "scores_ran_away_or_finished", "scores", "scores_verdict"))
 
 
-def write(found: dict, path: Path) -> None:
-    """The experiment as JSON, and its summary as a table on standard output."""
-    write_text(path, to_json(found, indent=1) + "\n")
+def report(found: dict) -> None:
+    """An experiment's summary as a table on standard output."""
     width = max(len(line["arm"]) for line in found["summary"])
     print(f"{'arm':<{width}}  {'paper':<10}{'failed, rate, 95 %, verdict':<36}  step  {'W_Q ran away':<36}  step  "
           f"{'scores ran away':<36}  step   loss    W_Q  scores")
@@ -256,8 +257,9 @@ def make(arms: dict[str, Arm], args: argparse.Namespace, extra: list[str], path:
         check_targets(path, path.with_suffix(".png"), folders=(args.out,))
         found |= (run_experiment if args.collect is None else collect_experiment)(arms, args, extra)
         interrupted = found.pop("interrupted", False)  # of this call, not of its table
-        write(found, path)
+        write_text(path, to_json(found, indent=1) + "\n")
         figure(found, path.with_suffix(".png"))
+        report(found)
     except (ValueError, MetricsError, OSError) as error:
         print(f"{script}: {error}", file=sys.stderr)
         return 2

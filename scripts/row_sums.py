@@ -120,11 +120,11 @@ def main(argv: list[str] | None = None) -> int:
                     del attentions[arm]
         if not rows:
             raise ConfigError(f"none of --arms {' '.join(args.arms)} runs here; name others")
+        if args.out:
+            write(args.out, shape=args.shape, rows=rows)
         print("\n".join(columns([("arm", "scale", "left over", "larger in", "mean", "standard error", "cosine"), *(
             (row["arm"], f"{row['scale']:g}", f"{row['left_over']:.2e}", f"{row['larger']:.4f}", f"{row['mean']:+.1e}",
              f"{row['mean_se']:.1e}", f"{row['cosine']:.3f}") for row in rows)])))
-        if args.out:
-            write(args.out, shape=args.shape, rows=rows)
     except (ConfigError, OSError) as error:
         print(f"row_sums: {error}", file=sys.stderr)
         return 2

@@ -18,7 +18,7 @@ from config import load, override
 from scripts import arms, cures, grid, isolate, reproduce_mini
 from scripts.isolate import ARMS
 from scripts.outcomes import Arm
-from scripts.rates import parser, write
+from scripts.rates import parser
 
 
 def test_flags_for_the_training_are_no_abbreviations_of_the_scripts_own():
@@ -328,6 +328,7 @@ def test_an_experiment_run_from_another_folder_reads_what_it_wrote(one_arm):
     (["--dataset", "/nowhere"], "arm pv_fp32: the data folder /nowhere does not exist"),
     (["--parallel", "0"], "--parallel=0 must be positive"),
     (["--minutes", "nan"], "--minutes=nan must be positive"),
+    (["--seeds", "1", "-1"], "seed=-1 must be zero or more"),
     (["--monitor=stop"], "arm pv_fp32: monitor=stop ends a run before it is known .* use --monitor=warn"),
     (["--pv=fp16"], "pv_fp32: pv='fp16'|pv='fp16' is not one of"),
     (["--learnin_rate=1"], "learnin"),
@@ -365,7 +366,10 @@ def test_the_small_run_checks_its_arms_before_it_records(tmp_path, corpus, capsy
     assert code == 2 and message in said.out + said.err and not (tmp_path / "mini").exists()
 
 
-def test_an_experiment_of_losses_that_are_not_numbers_is_json(tmp_path):
-    found = {"rows": [{"final_loss": math.nan}], "summary": [{"arm": "a", "begun": 0}]}
-    write(found, tmp_path / "x.json")
-    assert json.loads((tmp_path / "x.json").read_text(), parse_constant=pytest.fail)
+def test_an_experiment_of_losses_that_are_not_numbers_is_json(tmp_path, monkeypatch):
+    found = {"rows": [{"arm": "a", "last_step": None, "final_loss": math.nan}],
+             "summary": [{"arm": "a", "begun": 0}], "errors": []}
+    monkeypatch.setattr("scripts.rates.collect_experiment", lambda *_: found)
+    argv = ["--collect", "--out", str(tmp_path)]
+    assert isolate.main(isolate.__doc__, ARMS, "", "isolation.json", argv) == 0
+    assert json.loads((tmp_path / "isolation.json").read_text(), parse_constant=pytest.fail)
