@@ -91,9 +91,8 @@ def run_experiment(arms: dict[str, Arm], args: argparse.Namespace, extra: list[s
     The first runs of all seeds start first; arms whose flags name a layer wait for their seed's. Errors, before
     anything is started: ValueError for flags that cannot run; and as `run_arms`. At the end: as `check_alike`.
     """
-    set_by_all = set.intersection(*({flag[2:].partition("=")[0] for flag in arm.flags} for arm in arms.values()))
-    check_extra(extra, dict.fromkeys(set_by_all, "leave it out") | {
-        "max_iters": "give --steps", "seed": "give --seeds", "out_dir": "give --out"})
+    check_extra(extra, {"max_iters": "give --steps", "seed": "give --seeds", "out_dir": "give --out",
+                        "attention": "give a --config with it"}, {name: arm.flags for name, arm in arms.items()})
     gpus, deadline = torch.cuda.device_count(), time.monotonic() + 60 * args.minutes
     waits = {name for name, arm in arms.items() if any("{" in flag for flag in arm.flags)}
     common = override([args.config, f"--dataset={args.dataset}", f"--max_iters={args.steps}",
