@@ -18,7 +18,7 @@ from checkpoint import checkpoints, step_of
 from config import Config, ConfigError, as_dict, key_of, load, override
 from data.loader import open_tokens
 from data.meta import corpus_folder
-from metrics import read_metrics, read_run, to_json
+from metrics import read_metrics, read_run
 from plan import check_memory, remedies_of
 from settings import read_keys
 
@@ -96,8 +96,7 @@ def check_begun(run: Path, argv: list[str], out: str = "--out", steps: str = "--
     if (last_step(run) or 0) > config.max_iters:
         raise ConfigError(f"{run} is at step {last_step(run)}, past {steps}={config.max_iters}; give at least that, or "
                           f"another {out}")
-    now, then, first = map(read_keys, (json.loads(to_json(as_dict(config))), config_at(begun, last_step(run) or 0),
-                                       begun.get("config", {})))
+    now, then, first = map(read_keys, (as_dict(config), config_at(begun, last_step(run) or 0), begun.get("config", {})))
     for name in sorted((now.keys() & then.keys()) - set(MAY_CHANGE)):
         if now[name] != then[name]:
             how = "was begun" if first.get(name) == then[name] else "went on"

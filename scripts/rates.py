@@ -205,7 +205,7 @@ def _check(args: argparse.Namespace, arms: dict[str, list[str]], proposes: bool)
         if args.kept:
             with contextlib.chdir(ROOT):
                 data = {"sha256": open_tokens(corpus_folder(config.dataset), "train").sha256}
-            info = {"config": json.loads(to_json(as_dict(config))), "data": data}
+            info = {"config": as_dict(config), "data": data}
             planned[name] = Run(args.out, True, info, [], name)
     return planned
 
