@@ -206,19 +206,31 @@ def from_file(path: str | Path) -> Config:
 
 
 def from_dict(table: dict, origin: str) -> Config:
-    """A config from plain values, as a TOML file or a checkpoint holds them. Errors: ConfigError."""
-    values = {}
-    for key, value in table.items():
+    """A config from plain values, as a TOML file, a checkpoint or a run.json holds them, also of an older commit.
+    Errors: ConfigError."""
+    for key in table:
         if key not in HINTS:
             raise ConfigError(f"{origin}: unknown key {key!r}; the nearest known key is {_nearest(key)!r}")
-        if isinstance(value, list):
-            value = tuple(value)
-        if isinstance(value, int) and not isinstance(value, bool) and _accepts(HINTS[key], 1.0):
-            value = float(value)
-        if not _accepts(HINTS[key], value):
-            raise ConfigError(f"{origin}: {key}={value!r} is not of type {_spell(HINTS[key])}")
-        values[key] = value
-    return Config(**values)
+    return Config(**{key: _read(key, value, origin) for key, value in table.items()})
+
+
+def read_values(table: dict, origin: str) -> dict:
+    """A run's values as a Config has them, from what `from_dict` takes; keys and choices that other commits have stay.
+    Errors: ConfigError for a value of another type."""
+    return {key: _read(key, value, origin, choices=False) if key in HINTS else value for key, value in table.items()}
+
+
+def _read(key: str, value, origin: str, choices: bool = True):
+    number = _accepts(HINTS[key], 1.0)
+    if isinstance(value, list):
+        value = tuple(value)
+    if number and value in ("Infinity", "-Infinity", "NaN"):  # as JSON has them
+        value = float(value)
+    if number and (type(value) is int or (type(value) is bool and key == "smooth_k")):  # which was all or nothing once
+        value = float(value)
+    if not _accepts(HINTS[key], value, choices):
+        raise ConfigError(f"{origin}: {key}={value!r} is not of type {_spell(HINTS[key])}")
+    return value
 
 
 def load(argv: list[str]) -> Config:
@@ -270,12 +282,13 @@ def _nearest(key: str) -> str:
     return difflib.get_close_matches(key, HINTS, n=1, cutoff=0)[0]
 
 
-def _accepts(hint, value) -> bool:
+def _accepts(hint, value, choices: bool = True) -> bool:
+    """Whether a value is of this type; choices=False: or of the type of its choices."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin is Literal:
-        return value in args
+        return value in args if choices else type(value) in map(type, args)
     if origin in (typing.Union, types.UnionType):
-        return any(_accepts(arg, value) for arg in args)
+        return any(_accepts(arg, value, choices) for arg in args)
     if origin is tuple:
         return isinstance(value, tuple) and all(_accepts(args[0], v) for v in value)
     return type(value) is hint

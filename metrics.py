@@ -14,12 +14,17 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from config import Config, as_dict
+from config import Config, ConfigError, as_dict, read_values
 from files import write_text
 from mirror import Wandb
 
 _TO_JSON = {math.inf: "Infinity", -math.inf: "-Infinity"}
 _FROM_JSON = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+# Kinds of a header's values, where it has them; a session tells in the same form what it changed.
+_HEADER = {"name": str, "run_id": str, "config": {}, "attention": [str], "start_step": int,
+           "order": {"mode": str, "path": str, "rows": int, "sha256": str},
+           "data": {"path": str, "tokens": int, "sha256": str}}
+_NULL = ("order", "rows", "sha256")  # which may be null instead
 _NUMBERS = ("loss", "val_loss", "grad_norm", "lr", "tokens", "tokens_per_s", "time")  # keys of a record, with probe/...
 
 
@@ -75,7 +80,8 @@ def find_metrics(run: str | Path) -> Path:
 
 def read_run(run: str | Path) -> dict:
     """The header of a run: run.json of its folder, or for a file X.jsonl[.gz|.xz] the X.run.json or run.json beside
-    it; {} where there is none. Raises MetricsError if it is no JSON."""
+    it; {} where there is none. Its configs have their values as a Config has them. Raises MetricsError if it is no
+    JSON, or has a value of another kind than its readers take for granted."""
     run = Path(run)
     name, jsonl, _ = run.name.partition(".jsonl")
     kept = jsonl and not run.is_dir()  # a folder that does not exist yet has no header, whatever lies beside it
@@ -85,9 +91,7 @@ def read_run(run: str | Path) -> dict:
                 found = json.loads(path.read_text(encoding="utf-8"))
             except ValueError as error:
                 raise MetricsError(f"{path} is no valid JSON ({error}); repair it, or move it away") from error
-            if not _is_header(found):
-                raise MetricsError(f"{path} is no run's header; repair it, or move it away")
-            return found
+            return _checked(found, path)
     return {}
 
 
@@ -118,7 +122,7 @@ class Metrics:
         mode = config.get("wandb_mode", "disabled")
         if config.get("wandb_log") and mode == "disabled":
             mode = "online"  # nanoGPT's switch alone
-        self._mirror = Wandb(mode, self.say, id=self.run_id, dir=str(out_dir), config=self._run,
+        self._mirror = Wandb(mode, self.say, id=self.run_id, dir=str(out_dir), config=_plain(self._run),
                               project=config.get("wandb_project") or None,
                               name=config.get("wandb_run_name") or out_dir.name,
                               group=config.get("wandb_group") or None, tags=list(config.get("wandb_tags", ())) or None)
@@ -168,7 +172,7 @@ class Metrics:
 
     def _open(self, now: dict) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        before = read_run(self.path.parent)
+        before, now["config"] = read_run(self.path.parent), read_values(now["config"], "this run")
         self.run_id = before.get("run_id") or secrets.token_hex(4)
         session = {"started": _now()}
         old = as_dict(Config()) | before.get("config", {})  # a key that a commit did not have yet was at its default
@@ -230,19 +234,32 @@ def _fits(key: str, value) -> bool:
     return isinstance(values, list) and bool(values) and all(type(one) in (int, float) for one in values)
 
 
-def _is_header(found) -> bool:
-    """Whether a run.json has what its readers take for granted, where it has it."""
-    def dicts(*values) -> bool:
-        return all(isinstance(value, dict) for value in values)
+def _checked(header, path: Path) -> dict:
+    """The header that a run.json holds. Errors: MetricsError, which names the file, a key and its value."""
+    if wrong := next(_misfits(header, _HEADER | {"sessions": [{"changed": _HEADER}]}), None):
+        key, value = wrong
+        what = f"{path} is no run's header" if not key else f"{path} has {key[1:]}={value!r:.60}, of the wrong kind"
+        raise MetricsError(f"{what}; repair it, or move it away")
+    for part in (header, *(session.get("changed", {}) for session in header.get("sessions", []))):
+        try:
+            if "config" in part:
+                part["config"] = read_values(part["config"], str(path))
+        except ConfigError as error:
+            raise MetricsError(f"{error}; repair it, or move it away") from error
+    return header
 
-    if not dicts(found) or not dicts(found.get("config", {}), found.get("order") or {}, found.get("data") or {}):
-        return False
-    sessions = found.get("sessions", [])
-    if not isinstance(sessions, list) or not dicts(*sessions):
-        return False
-    changes = [session.get("changed", {}) for session in sessions]
-    return dicts(*changes) and all(dicts(change.get("config", {})) and type(change.get("start_step", 0)) is int
-                                   for change in changes)
+
+def _misfits(value, kind, at: str = ""):
+    """(key, value) of what is not of its kind: a type, or of a table, or of a list, what is in it by key."""
+    if not isinstance(value, kind if isinstance(kind, type) else type(kind)):
+        yield at, value
+    elif isinstance(kind, dict):
+        for key in kind:
+            if key in value and (value[key] is not None or key not in _NULL):
+                yield from _misfits(value[key], kind[key], f"{at}.{key}")
+    elif isinstance(kind, list):
+        for i, item in enumerate(value):
+            yield from _misfits(item, kind[0], f"{at}[{i}]")
 
 
 def _read(path: Path) -> str:

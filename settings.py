@@ -25,7 +25,7 @@ def read_keys(config: dict) -> dict:
     """The keys of a config that its run reads: in what else two configs differ, their runs do not. A key that the
     config's commit did not have yet is at its default, or a run without it could go on with it."""
     config = as_dict(Config()) | config
-    config["smooth_k"] = float(config["smooth_k"] or 0)  # True of the commits where it was all or nothing
+    config["smooth_k"] = config["smooth_k"] or 0.0  # None is that of every backend
     return {name: value for name, value in config.items() if not _lacks(config, name)}
 
 

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TextIO
 
@@ -18,7 +18,7 @@ from checkpoint import checkpoints, step_of
 from config import Config, ConfigError, as_dict, key_of, load, override
 from data.loader import open_tokens
 from data.meta import corpus_folder
-from metrics import read_metrics, read_run, to_json
+from metrics import read_metrics, read_run
 from plan import check_memory, remedies_of
 from settings import read_keys
 
@@ -44,12 +44,19 @@ def outcome(run: Path, steps: int = 0) -> int | None:
     return None if code == 0 and (last_step(run) or steps) < steps else code
 
 
-def check_extra(extra: list[str], own: dict[str, str]) -> None:
-    """Of the flags for train.py none may be one that the script sets for its arms, or it would be lost, or make runs
-    that never end as they should. own: what to do instead, by key. Errors: ConfigError."""
+def check_extra(extra: list[str], own: dict[str, str], arms: dict[str, Iterable[str]]) -> None:
+    """Of the flags for train.py, which all arms get, none may be one that the script sets for every arm, or it would be
+    lost, or make runs that never end as they should; nor one that an arm sets itself: there it would be lost, and what
+    the others have beside it would be another experiment. own: what to do instead, by key; arms: their flags. Errors:
+    ConfigError."""
+    of_arms = {key_of(flag): (name, flag) for name, flags in arms.items() for flag in flags}
     for flag in extra:
         if flag.startswith("--") and (key := key_of(flag)) in own:
             raise ConfigError(f"{flag} cannot be passed on to train.py, as {key} is set for every arm; {own[key]}")
+        if flag.startswith("--") and key in of_arms:
+            name, other = of_arms[key]
+            raise ConfigError(f"{flag} cannot be passed on to train.py, as arm {name} has {other}; leave one of them "
+                              "out")
 
 
 def check_arm(name: str, argv: list[str]) -> Config:
@@ -71,10 +78,17 @@ def check_arm(name: str, argv: list[str]) -> Config:
     return config
 
 
+def config_at(header: dict, step: int) -> dict:
+    """The config of the session that made a run's checkpoint of this step: the last one that began before it."""
+    changes = [session.get("changed", {}) for session in header.get("sessions", [])]
+    made = [change for change in changes if change.get("start_step", header.get("start_step", 0)) < step]
+    return header.get("config", {}) | (made[-1] if made else {}).get("config", {})
+
+
 def check_begun(run: Path, argv: list[str], out: str = "--out", steps: str = "--steps") -> None:
-    """Whether a run that has begun in `run` is the one that argv means now, in all that it reads: a default of another
-    key may have changed since. out, steps: the flags of the caller's that say where and how far it runs. Errors:
-    ConfigError, with both values."""
+    """Whether a run that has begun in `run` is, as it stands now, the one that argv means, in all that it reads: a
+    default of another key may have changed since. out, steps: the flags of the caller's that say where and how far it
+    runs. Errors: ConfigError, with both values."""
     if not (begun := read_run(run)):
         return
     with contextlib.chdir(ROOT):
@@ -82,10 +96,11 @@ def check_begun(run: Path, argv: list[str], out: str = "--out", steps: str = "--
     if (last_step(run) or 0) > config.max_iters:
         raise ConfigError(f"{run} is at step {last_step(run)}, past {steps}={config.max_iters}; give at least that, or "
                           f"another {out}")
-    now, then = map(read_keys, (json.loads(to_json(as_dict(config))), begun.get("config", {})))
+    now, then, first = map(read_keys, (as_dict(config), config_at(begun, last_step(run) or 0), begun.get("config", {})))
     for name in sorted((now.keys() & then.keys()) - set(MAY_CHANGE)):
         if now[name] != then[name]:
-            raise ConfigError(f"{run} was begun with {name}={then[name]!r}, and this command says {now[name]!r}; give "
+            how = "was begun" if first.get(name) == then[name] else "went on"
+            raise ConfigError(f"{run} {how} with {name}={then[name]!r}, and this command says {now[name]!r}; give "
                               f"the same, or another {out}")
 
 

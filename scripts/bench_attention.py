@@ -180,6 +180,9 @@ def main(argv=None):
         arms = [parse_arm(name)[0].backend for name in args.arms.split(",")]
     except ValueError as e:
         parser.error(str(e))
+    if args.rounds < 1 or args.workers < 0 or not args.seconds > 0:
+        parser.error(f"--rounds={args.rounds} must be at least 1, --workers={args.workers} zero or more, and "
+                     f"--seconds={args.seconds} positive")
     if args.tune and not set(arms) <= set(TUNED):
         parser.error(f"--tune times the kernels of {', '.join(TUNED)}; --arms={args.arms} names others")
     if args.tune and args.workers < 1:

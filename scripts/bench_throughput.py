@@ -342,6 +342,14 @@ def save(path: Path, argv: list[str], rows: list[dict]) -> None:
                                  "rows": merge(path, rows)}, indent=1) + "\n")
 
 
+def gibibytes(text: str) -> list[float]:
+    """The type of --fit. Errors: ValueError for what is no number of GiB."""
+    found = [float(part) for part in text.split(",")]
+    if not all(0 < size < math.inf for size in found):
+        raise ValueError
+    return found
+
+
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """The options, and train.py's flags. Errors: ConfigError, OSError."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -354,8 +362,8 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--seconds", type=float, default=math.inf, help="begin no arm and no round that would end "
                         "later than this, and report what is known by then")
     parser.add_argument("--profile", action="store_true", help="device time by kind of kernel, longest kernels")
-    parser.add_argument("--fit", metavar="80,24", help="instead: the largest micro-batch, among those that divide a "
-                        "step, that trains in so many GiB")
+    parser.add_argument("--fit", type=gibibytes, metavar="80,24", help="instead: the largest micro-batch, among those "
+                        "that divide a step, that trains in so many GiB")
     parser.add_argument("--out", type=named, metavar="FILE", help="add rows to this JSON file once they are known; "
                         "rows of the same arm, GPUs and size are replaced")
     check_once(argv)
@@ -388,7 +396,7 @@ def main(argv: list[str]) -> int:
         schedule = Schedule(group, options.seconds, start)
         for name in names:  # what is wrong with the last one is told before the first one is compiled
             load(flags_of(name, rest))
-        every = (fit_all(names, rest, group, stop, schedule, [float(limit) for limit in options.fit.split(",")])
+        every = (fit_all(names, rest, group, stop, schedule, options.fit)
                  if options.fit else measure(names, rest, group, stop, schedule, options.rounds, options.steps,
                                              options.profile))
         code = 0

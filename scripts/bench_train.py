@@ -123,10 +123,10 @@ def main(argv: list[str]) -> int:
         if os.environ.get("RANK", "0") == "0":
             print("bench_train.py: stopped by a signal before all was measured; nothing is written", file=sys.stderr)
         return stop.status
-    for name, value in result.items():
-        print(f"{name:>20}: {value:.4g}" if isinstance(value, float) else f"{name:>20}: {value}")
     if options.json:
         write_text(options.json, json.dumps(result, indent=1) + "\n")
+    for name, value in result.items():
+        print(f"{name:>20}: {value:.4g}" if isinstance(value, float) else f"{name:>20}: {value}")
     return 0
 
 

@@ -100,6 +100,8 @@ def main(argv: list[str] | None = None) -> int:
     for name in ("steps", "ranks", "replay_steps"):
         if getattr(args, name) < 1:
             raise ValueError(f"--{name}={getattr(args, name)} must be at least 1")
+    if not args.tolerance >= 0:
+        raise ValueError(f"--tolerance={args.tolerance} must be zero or more")
     load([args.config, *flags])  # a flag that is wrong is told here, before anything is written
     args.out.mkdir(parents=True)
     common = override([args.config, *flags], "--log_interval=1", f"--checkpoint_interval={args.steps}",
@@ -114,17 +116,18 @@ def main(argv: list[str] | None = None) -> int:
     result = {"config": args.config, "steps": args.steps, "ranks": args.ranks, "equal": not found,
               "differences": found, "hardware": info["device_name"], "commit": info["git_commit"],
               "versions": info["versions"], "flags": flags}
-    print(f"{args.steps} steps twice on {args.ranks} rank(s): " + ("; ".join(found) or "equal, bit for bit"))
+    said = [f"{args.steps} steps twice on {args.ranks} rank(s): " + ("; ".join(found) or "equal, bit for bit")]
     good = not found
     if args.ranks > 1:
         steps = min(args.steps, args.replay_steps)
         run(one, 1, override(common, f"--max_iters={steps}", f"--replay={first / 'order.bin'}"))
         same, largest = compare_replay(first, one, steps)
         result |= {"replay_steps": steps, "replay_offsets_equal": same, "replay_largest_loss_difference": largest}
-        print(f"replayed on one rank over {steps} steps: offsets {'equal' if same else 'DIFFERENT'}, losses to "
-              f"{largest:.2e} nats (allowed: {args.tolerance:g})")
+        said.append(f"replayed on one rank over {steps} steps: offsets {'equal' if same else 'DIFFERENT'}, losses to "
+                    f"{largest:.2e} nats (allowed: {args.tolerance:g})")
         good = good and same and largest <= args.tolerance
     write_text(args.out / "check.json", json.dumps(result, indent=1) + "\n")
+    print("\n".join(said))
     return 0 if good else 1
 
 

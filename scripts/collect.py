@@ -76,9 +76,8 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     try:
         check_targets(folders=(args.out,))
-        for run in args.runs:
-            for path in collect(run, args.out, args.order, args.thin):
-                print(f"{path}: {path.stat().st_size:,} bytes")
+        paths = [path for run in args.runs for path in collect(run, args.out, args.order, args.thin)]
+        print("\n".join(f"{path}: {path.stat().st_size:,} bytes" for path in paths))
     except (MetricsError, OSError) as error:
         print(f"collect: {error}", file=sys.stderr)
         return 2

@@ -220,13 +220,13 @@ def main(argv: list[str] | None = None) -> int:
         check_targets(args.output, args.layers, args.json)
         runs = load_runs(args.runs)
         result = compare(runs, args.allow_different_orders)
-        print(table(result))
         if args.json:
             write_text(args.json, to_json(result, indent=1) + "\n")
         if args.output:
             plot(runs, result, args.output)
         if args.layers:
             plot_layers(runs, args.layers)
+        print(table(result))  # last: whoever reads it may stop before its end, as head does
     except (CompareError, MetricsError, OrderError, OSError) as error:
         print(f"compare: {error}", file=sys.stderr)
         return 2

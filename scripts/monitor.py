@@ -17,7 +17,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from config import Config
+from config import Config, ConfigError
 from diagnostics.monitor import FIRST, SIGNALS, Alarm, MonitorRule
 from failure import failure_of
 from files import write_text
@@ -109,6 +109,10 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         check_targets(args.json)
+        tried = [(signal, value) for signal in SIGNALS for value in getattr(args, signal)]
+        for signal, value in tried:
+            if signal not in Config(**{f"monitor_{signal}": value}).monitor_thresholds:
+                raise ConfigError(f"--{signal} {value:g}: 0 turns monitor_{signal} off; leave it out")
         paths = list({find_metrics(path).resolve(): path for path in args.runs}.values())  # one given twice counts once
         runs = load_runs(paths)
         for run, path in zip(runs, paths, strict=True):
@@ -117,7 +121,9 @@ def main(argv: list[str] | None = None) -> int:
         default = Config().monitor_thresholds
         rows = [by_run(run, default) for run in runs]
         lines = [judge(runs, default)]
-        lines += [judge(runs, {signal: value}) for signal in SIGNALS for value in getattr(args, signal)]
+        lines += [judge(runs, {signal: value}) for signal, value in tried]
+        if args.json:
+            write_text(args.json, to_json({"runs": rows, "thresholds": lines}, indent=1) + "\n")
         print(table([("run", "steps", "warned at", "layer", "head", "signal", "value", "W_Q ran away", "scores",
                       "failed at", "lead"),
                      *(tuple(row.values()) for row in rows)]))
@@ -126,9 +132,7 @@ def main(argv: list[str] | None = None) -> int:
                      *((_spell(line["thresholds"], default), f"{line['detected']} of {line['failed']}",
                         line["median_lead"], f"{line['runaways_detected']} of {line['only_ran_away']}",
                         f"{line['false_alarms']} of {line['neither']}") for line in lines)]))
-        if args.json:
-            write_text(args.json, to_json({"runs": rows, "thresholds": lines}, indent=1) + "\n")
-    except (CompareError, MetricsError, OSError) as error:
+    except (ConfigError, CompareError, MetricsError, OSError) as error:
         print(f"monitor: {error}", file=sys.stderr)
         return 2
     return 0

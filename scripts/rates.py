@@ -25,7 +25,7 @@ from pathlib import Path
 
 import torch
 
-from config import ConfigError, as_dict, check_once, override
+from config import Config, ConfigError, as_dict, check_once, override
 from data.loader import open_tokens
 from data.meta import corpus_folder
 from failure import failure_of
@@ -91,9 +91,8 @@ def run_experiment(arms: dict[str, Arm], args: argparse.Namespace, extra: list[s
     The first runs of all seeds start first; arms whose flags name a layer wait for their seed's. Errors, before
     anything is started: ValueError for flags that cannot run; and as `run_arms`. At the end: as `check_alike`.
     """
-    set_by_all = set.intersection(*({flag[2:].partition("=")[0] for flag in arm.flags} for arm in arms.values()))
-    check_extra(extra, dict.fromkeys(set_by_all, "leave it out") | {
-        "max_iters": "give --steps", "seed": "give --seeds", "out_dir": "give --out"})
+    check_extra(extra, {"max_iters": "give --steps", "seed": "give --seeds", "out_dir": "give --out",
+                        "attention": "give a --config with it"}, {name: arm.flags for name, arm in arms.items()})
     gpus, deadline = torch.cuda.device_count(), time.monotonic() + 60 * args.minutes
     waits = {name for name, arm in arms.items() if any("{" in flag for flag in arm.flags)}
     common = override([args.config, f"--dataset={args.dataset}", f"--max_iters={args.steps}",
@@ -196,6 +195,8 @@ def _check(args: argparse.Namespace, arms: dict[str, list[str]], proposes: bool)
     for name in ("steps", "parallel", "minutes"):
         if not getattr(args, name) > 0:
             raise ValueError(f"--{name}={getattr(args, name)} must be positive")
+    for seed in args.seeds:
+        Config(seed=seed)  # the bounds of all seeds; an arm is checked with the first
     for name, argv in arms.items():
         config = check_arm(name, argv)
         if proposes and name == FIRST and not config.probe_interval and config.monitor == "off":
@@ -204,7 +205,7 @@ def _check(args: argparse.Namespace, arms: dict[str, list[str]], proposes: bool)
         if args.kept:
             with contextlib.chdir(ROOT):
                 data = {"sha256": open_tokens(corpus_folder(config.dataset), "train").sha256}
-            info = {"config": json.loads(to_json(as_dict(config))), "data": data}
+            info = {"config": as_dict(config), "data": data}
             planned[name] = Run(args.out, True, info, [], name)
     return planned
 
@@ -215,9 +216,8 @@ EVENT_COLUMNS = (("failure", "failed", "finished", "rate", "verdict"),
                  ("scores", "scores_ran_away", "scores_ran_away_or_finished", "scores", "scores_verdict"))
 
 
-def write(found: dict, path: Path) -> None:
-    """The experiment as JSON, and its summary as a table on standard output."""
-    write_text(path, to_json(found, indent=1) + "\n")
+def report(found: dict) -> None:
+    """An experiment's summary as a table on standard output."""
     width = max(len(line["arm"]) for line in found["summary"])
     print(f"{'arm':<{width}}  {'paper':<10}{'failed, rate, 95 %, verdict':<36}  step  {'W_Q ran away':<36}  step  "
           f"{'scores ran away':<36}  step   loss    W_Q  scores")
@@ -256,8 +256,9 @@ def make(arms: dict[str, Arm], args: argparse.Namespace, extra: list[str], path:
         check_targets(path, path.with_suffix(".png"), folders=(args.out,))
         found |= (run_experiment if args.collect is None else collect_experiment)(arms, args, extra)
         interrupted = found.pop("interrupted", False)  # of this call, not of its table
-        write(found, path)
+        write_text(path, to_json(found, indent=1) + "\n")
         figure(found, path.with_suffix(".png"))
+        report(found)
     except (ValueError, MetricsError, OSError) as error:
         print(f"{script}: {error}", file=sys.stderr)
         return 2

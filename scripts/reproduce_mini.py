@@ -66,9 +66,10 @@ def check(args: argparse.Namespace, extra: list[str], name: str, first: list[str
     check_targets(folders=(args.out,))
     own = {"max_iters": "give --steps", "out_dir": "give --out"} | dict.fromkeys(
         ("record", "replay"), f"{RECORDED} draws the order that the others replay")
-    check_extra(extra, own | {"attention": "name it in --arms"})
-    check_extra([f"--{switch}" for arm in args.arms for switch in arm.split(":")[1:]],
-                own | {"attention": "an arm begins with it", "dataset": "give --dataset"})
+    switches = {arm: [f"--{switch}" for switch in arm.split(":")[1:]] for arm in args.arms}
+    check_extra(extra, own | {"attention": "name it in --arms"}, switches)
+    check_extra([flag for flags in switches.values() for flag in flags],
+                own | {"attention": "an arm begins with it", "dataset": "give --dataset"}, {})
     others = dict(argv_of(arm, common) for arm in args.arms)
     if name in others or len(others) < len(args.arms):
         raise ConfigError(f"--arms {' '.join(args.arms)}: an arm is named twice, or {RECORDED}, which is recorded")

@@ -1,7 +1,7 @@
 """How a job that is started again goes on: python scripts/resume.py CONFIG.toml [--key=value ...], as train.py's.
 
-Prints --init_from=resume where their out_dir has a checkpoint, and nothing where it has none. A run that was begun with
-other settings, or is past max_iters, is refused with one sentence and exit status 2, before anything is changed.
+Prints --init_from=resume where their out_dir has a checkpoint, and nothing where it has none. A run that has other
+settings by now, or is past max_iters, is refused with one sentence and exit status 2, before anything is changed.
 """
 
 import sys

@@ -62,12 +62,13 @@ def attention_of(arm: str):
     return lambda q, k, v: attend(q, k, v, spec)
 
 
-def measure(attention, q, k, v, do) -> dict:
-    """The script's numbers, and how many rows they are of: all but the first, whose dS is exactly 0.
+def measure(attention, q, k, v, do, exact=None) -> dict:
+    """The script's numbers, and how many rows they are of: all but the first, whose dS is exactly 0. exact:
+    `exact_rows` of the same, where they are known.
 
     Errors: ConfigError where there is nothing to measure by: the exact dS is 0, or of fewer than two rows.
     """
-    size, exact = exact_rows(q, k, v, do)
+    size, exact = exact or exact_rows(q, k, v, do)
     unit = size[..., 1:].square().mean().sqrt()
     if size[..., 1:].numel() < 2:
         raise ConfigError("a standard error needs two rows besides the first of each head; take more tokens or heads")
@@ -92,34 +93,38 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", type=named, metavar="FILE", help="write the table as JSON")
     args = parser.parse_args(argv)
-    rows = []
+    rows, shape = [], f"--shape {' '.join(map(str, args.shape))}"
     try:
         check_targets(args.out)
         if min(args.shape) < 1 or args.shape[2] < 2 or args.shape[3] < 2:
-            raise ConfigError(f"--shape {' '.join(map(str, args.shape))}: B and H must be at least 1, T and D at least "
-                              "2")
+            raise ConfigError(f"{shape}: B and H must be at least 1, T and D at least 2")
         if not all(math.isfinite(scale) and scale > 0 for scale in args.scale):
             raise ConfigError(f"--scale {' '.join(map(str, args.scale))}: each must be a number above 0")
         if args.device == "cuda" and not torch.cuda.is_available():
             raise ConfigError("--device=cuda: torch finds no GPU; use --device=cpu")
         attentions = {arm: attention_of(arm) for arm in args.arms}
         for scale in args.scale:
-            q, k, v, do = (x.to(args.device) for x in inputs(args.shape, scale))
+            tensors = [x.to(args.device) for x in inputs(args.shape, scale)]
+            try:
+                exact = exact_rows(*tensors)
+            except RuntimeError as error:
+                raise ConfigError(f"{shape}: the exact rows, which are of all tokens at once, cannot be computed here: "
+                                  f"{str(error).splitlines()[0]}") from None
             for arm, attention in list(attentions.items()):
                 try:
-                    rows.append({"arm": arm, "scale": scale} | measure(attention, q, k, v, do))
+                    rows.append({"arm": arm, "scale": scale} | measure(attention, *tensors, exact))
                 except ConfigError as error:
-                    raise ConfigError(f"--shape {' '.join(map(str, args.shape))} --scale {scale:g}: {error}") from None
+                    raise ConfigError(f"{shape} --scale {scale:g}: {error}") from None
                 except (RuntimeError, ValueError) as error:
                     print(f"row_sums: {arm} does not run here: {str(error).splitlines()[0]}", file=sys.stderr)
                     del attentions[arm]
         if not rows:
             raise ConfigError(f"none of --arms {' '.join(args.arms)} runs here; name others")
+        if args.out:
+            write(args.out, shape=args.shape, rows=rows)
         print("\n".join(columns([("arm", "scale", "left over", "larger in", "mean", "standard error", "cosine"), *(
             (row["arm"], f"{row['scale']:g}", f"{row['left_over']:.2e}", f"{row['larger']:.4f}", f"{row['mean']:+.1e}",
              f"{row['mean_se']:.1e}", f"{row['cosine']:.3f}") for row in rows)])))
-        if args.out:
-            write(args.out, shape=args.shape, rows=rows)
     except (ConfigError, OSError) as error:
         print(f"row_sums: {error}", file=sys.stderr)
         return 2

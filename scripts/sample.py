@@ -15,7 +15,7 @@ import torch
 import checkpoint
 from attention import AttentionLayer, AttentionSpec, specs_of
 from attention.spec import from_key
-from config import ConfigError, from_dict
+from config import Config, ConfigError, from_dict
 from data.tokenizer import tokenizer
 from hf import HUB, load_pretrained, read_pretrained
 from model import GPT, GPTConfig
@@ -102,6 +102,7 @@ def main(argv: list[str] | None = None) -> int:
         for name in ("num_samples", "max_new_tokens"):
             if getattr(args, name) < 1:
                 raise ConfigError(f"--{name}={getattr(args, name)} must be at least 1")
+        Config(seed=args.seed)  # its bounds
         if args.device.startswith("cuda") and not torch.cuda.is_available():
             raise ConfigError(f"--device={args.device}, but torch sees no GPU; use --device=cpu")
         texts = sample(args.source, args.prompt, args.num_samples, args.max_new_tokens, args.temperature, args.top_k,

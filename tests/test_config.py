@@ -10,7 +10,7 @@ import pytest
 
 from attention import BACKENDS, specs_of
 from attention.spec import SWITCHES
-from config import HINTS, Backend, Config, ConfigError, as_dict, from_dict, from_file, load, override
+from config import HINTS, Backend, Config, ConfigError, as_dict, from_dict, from_file, load, override, read_values
 
 ROOT = Path(__file__).parents[1]
 FILES = sorted(ROOT.glob("configs/**/*.toml"))
@@ -126,6 +126,17 @@ def test_every_float_has_bounds(name):
             continue
         with pytest.raises(ValueError, match=f"{name}={re.escape(str(value))} "):
             specs_of(from_dict({"attention": "stabilized", **rule, name: value}, "here"))
+
+
+def test_values_as_other_files_and_commits_have_them():
+    """As JSON has infinity, and of the commits where smooth_k was all or nothing; other commits' keys and choices are
+    theirs, but not other types."""
+    assert from_dict({"smooth_k": True, "shift_cap": "Infinity"}, "") == Config(smooth_k=1.0, shift_cap=float("inf"))
+    told = {"attention": "flash_new", "gone": [3], "beta": 2, "wandb_tags": ["a"], "tile_k": 64}
+    assert read_values(told, "") == told | {"beta": 2.0, "wandb_tags": ("a",)}
+    for key, value in (("attention", 3), ("smooth_k", "x"), ("beta", True), ("seed", "Infinity"), ("tile_k", 1.5)):
+        with pytest.raises(ConfigError, match=f"run.json: {key}={value!r} is not of type"):
+            read_values({key: value}, "run.json")
 
 
 def test_wrong_files(tmp_path):

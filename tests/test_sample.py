@@ -108,6 +108,8 @@ def test_a_soft_cap_on_the_scores_is_part_of_the_sampled_model():
     (["{out}", "--temperature=-1"], "temperature=-1.0"),
     (["{out}", "--top_k=-3"], "top_k=-3"),
     (["{out}", "--max_new_tokens=0"], "--max_new_tokens=0 must be at least 1"),
+    (["{out}", "--seed=-1"], "seed=-1 must be zero or more"),
+    (["{out}", "--seed=18446744073709551616"], "seed=18446744073709551616 must be below 2^63"),
     (["{out}", "--attention=flash9"], "attention='flash9' is no backend"),
 ])
 def test_mistakes_end_in_one_sentence(run, arguments, message, capsys):

@@ -68,7 +68,8 @@ def test_shapes():
 
 @pytest.mark.parametrize("argv, words", [(["--arms=nothing"], "no backend"), (["--shapes=1,2"], "B,H,T,D"),
                                          (["--tune", "--arms=sdpa"], "--arms=sdpa names others"),
-                                         (["--tune", "--workers=0"], "--workers=0")])
+                                         (["--tune", "--workers=0"], "--workers=0"), (["--rounds=0"], "--rounds=0"),
+                                         (["--workers=-1"], "--workers=-1"), (["--seconds=nan"], "--seconds=nan")])
 def test_bad_flags_are_said_before_a_gpu_is_asked_for(argv, words, capsys):
     with pytest.raises(SystemExit) as stop:
         main(argv)

@@ -169,5 +169,9 @@ def test_what_is_refused(tmp_path, capsys):
         bench.main([*TINY, f"--dataset={data}", "--arms=sdpa,flash_nonsense"])
     said = capsys.readouterr()
     assert "flash_nonsense" in said.err and "compiled" not in said.out
+    for text in ("nan", "80,0", "inf", "80,x"):
+        with pytest.raises(SystemExit):
+            bench.main([*TINY, f"--fit={text}"])
+        assert f"argument --fit: invalid gibibytes value: '{text}'" in capsys.readouterr().err
     with pytest.raises(ConfigError, match="without torchrun, on a GPU"):
         bench.main([*TINY, f"--dataset={write_corpus(tmp_path / 'data')}", "--fit=80"])

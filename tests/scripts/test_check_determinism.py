@@ -48,6 +48,8 @@ def test_two_ranks_repeat_and_replay_on_one(tmp_path, capsys, monkeypatch):
 def test_what_is_wrong_is_told_before_anything_is_written(tmp_path, capsys):
     with pytest.raises(ConfigError, match="cannot read the config file none"):
         check.main(["none.toml", f"--out={tmp_path / 'out'}"])
+    with pytest.raises(ValueError, match="--tolerance=nan must be zero or more"):
+        check.main(["configs/cpu_standard.toml", "--tolerance=nan", f"--out={tmp_path / 'out'}"])
     with pytest.raises(SystemExit):
         check.main(["configs/cpu_standard.toml", "--batch_size=0", f"--out={tmp_path / 'out'}"])
     assert "batch_size=0 must be positive" in capsys.readouterr().err

@@ -12,8 +12,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from metrics import Metrics
+from config import as_dict, from_dict
+from metrics import Metrics, read_run
 from replay.order import Header, Recorder
+from scripts import monitor
 from scripts.compare import UNCHECKED, _last_and_largest, compare, main, plot, plot_layers, table
 from scripts.monitor import first_alarm
 from scripts.outcomes import row
@@ -318,14 +320,38 @@ def test_missing_and_empty_runs(tmp_path, capsys):
     assert "has no logged loss" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("header", [
-    "[]", '{"order": "x"}', '{"config": 3}', '{"config": null}', '{"sessions": 3}', '{"sessions": [3]}',
-    '{"sessions": [{"changed": null}]}', '{"sessions": [{"changed": {"config": 3}}]}',
-    '{"sessions": [{"changed": {"start_step": null}}]}'])
-def test_a_header_that_is_none_is_one_sentence(tmp_path, capsys, header):
+@pytest.mark.parametrize("header, told", [
+    ("[]", "is no run's header"), ('{"order": "x"}', "has order='x', of the wrong kind"),
+    ('{"config": 3}', "has config=3,"), ('{"config": null}', "has config=None,"),
+    ('{"sessions": 3}', "has sessions=3,"), ('{"sessions": [3]}', "has sessions[0]=3,"),
+    ('{"sessions": [{}, {"changed": null}]}', "has sessions[1].changed=None,"),
+    ('{"sessions": [{"changed": {"config": 3}}]}', "has sessions[0].changed.config=3,"),
+    ('{"sessions": [{"changed": {"start_step": null}}]}', "has sessions[0].changed.start_step=None,"),
+    ('{"name": 3}', "has name=3,"), ('{"attention": "x"}', "has attention='x',"),
+    ('{"attention": [3]}', "has attention[0]=3,"), ('{"start_step": "x"}', "has start_step='x',"),
+    ('{"data": null}', "has data=None,"), ('{"data": {"tokens": "x"}}', "has data.tokens='x',"),
+    ('{"order": {"sha256": 3}}', "has order.sha256=3,"), ('{"order": {"rows": "x", "sha256": "a"}}', "order.rows='x'"),
+    ('{"config": {"smooth_k": "x"}}', "smooth_k='x' is not of type float | None; repair it, or move it away"),
+    ('{"config": {"batch_size": "4"}}', "batch_size='4' is not of type int"),
+    ('{"sessions": [{"changed": {"config": {"seed": 1.5}}}]}', "seed=1.5 is not of type int")])
+def test_a_header_with_a_value_of_another_kind_is_one_sentence(tmp_path, capsys, header, told):
+    """Of file, key and value, whichever script reads it."""
     run = make_run(tmp_path / "a", [3.0])
     (run / "run.json").write_text(header)
-    assert main([str(run), str(run)]) == 2 and "is no run's header" in capsys.readouterr().err
+    for script in (main, monitor.main):
+        assert script([str(run), str(run)]) == 2
+        said = capsys.readouterr().err
+        assert told in said and str(run / "run.json") in said and said.count("\n") == 1
+
+
+def test_a_kept_header_of_any_commit_is_a_config():
+    """What older ones wrote in another form, and what JSON has in its own, is read as what it is."""
+    for path in sorted((ROOT / "results").glob("**/*.run.json")):
+        was = json.loads(path.read_text())["config"]
+        now = read_run(path.with_name(path.name.replace(".run.json", ".jsonl.xz")))["config"]
+        assert from_dict(was, str(path)) == from_dict(now, str(path)) and was.keys() == now.keys()
+        assert all(as_dict(from_dict(now, ""))[key] == value for key, value in now.items())
+        assert now.get("smooth_k") is not True
 
 
 def test_an_unknown_picture_format_is_refused_before_anything_is_printed(tmp_path, capsys):

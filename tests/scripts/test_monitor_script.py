@@ -113,6 +113,18 @@ def test_refused(tmp_path, capsys):
     assert f"monitor: {folder} has no probes; record it with --probe_interval=100" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("flags, message", [
+    (["--ties", "nan"], "monitor_ties=nan must be zero or more"),
+    (["--ties", "0.3", "1.5"], "monitor_ties=1.5 is a share of rows"),
+    (["--wq_ratio", "-1"], "monitor_wq_ratio=-1.0 must be zero or more"),
+    (["--wq_norm", "inf"], "monitor_wq_norm=inf cannot be computed with"),
+    (["--row_max", "0"], "--row_max 0: 0 turns monitor_row_max off; leave it out")])
+def test_a_threshold_that_training_would_not_take(runs, flags, message, capsys):
+    assert monitor.main([runs[0], *flags]) == 2
+    said = capsys.readouterr()
+    assert said.err.startswith(f"monitor: {message}") and not said.out
+
+
 def test_a_run_that_is_given_twice_counts_once(runs, tmp_path, monkeypatch):
     out = tmp_path / "monitor.json"
     monkeypatch.chdir(tmp_path)

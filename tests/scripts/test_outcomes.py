@@ -446,6 +446,25 @@ def test_a_run_of_a_commit_without_a_key_does_not_go_on_with_it(tmp_path):
         arms.check_begun(run, ["--smooth_k=1"])
 
 
+def test_a_run_goes_on_with_the_settings_that_made_its_newest_checkpoint(tmp_path):
+    """Neither with those that it was begun with, where a later session had others, nor with those of one that ended
+    before it had made a step."""
+    run = write_run(tmp_path / "run", steps=10, **as_dict(load([])))
+    header = json.loads((run / "run.json").read_text())
+    header |= {"start_step": 0, "sessions": [
+        {}, {"changed": {"config": {"learning_rate": 0.5, "init_from": "resume"}, "start_step": 4}},
+        {"changed": {"config": {"learning_rate": 0.25}, "start_step": 8}}]}
+    (run / "run.json").write_text(json.dumps(header))
+    for step, goes_on, others in ((4, "0.001", ("0.5", "0.25")), (8, "0.5", ("0.001", "0.25")),
+                                  (10, "0.25", ("0.5", "0.001"))):
+        (run / f"ckpt_{step:08d}.pt").touch()
+        arms.check_begun(run, [f"--learning_rate={goes_on}"])
+        how = "was begun" if step == 4 else "went on"
+        for rate in others:
+            with pytest.raises(ConfigError, match=f"{how} with learning_rate={goes_on}, and this command says {rate};"):
+                arms.check_begun(run, [f"--learning_rate={rate}"])
+
+
 def test_a_bare_collect_makes_the_table_that_is_there_again(tmp_path, capsys):
     write_run(tmp_path / "seed2/flash_bf16", 2, 100, fails_at=70)
     found = table_of(tmp_path, "--collect", seeds=(2,), arms=("flash_bf16",))

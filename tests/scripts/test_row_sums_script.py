@@ -45,6 +45,22 @@ def test_refused(flags, message, monkeypatch, capsys):
     assert message in capsys.readouterr().err
 
 
+def test_the_exact_rows_are_made_once_for_all_arms(monkeypatch, capsys):
+    """They are float64 and cost more than most kernels; and where they do not fit, that is what is told."""
+    made = []
+    monkeypatch.setattr(row_sums, "exact_rows", lambda *tensors: made.append(1) or exact_rows(*tensors))
+    assert row_sums.main([*SMALL, "--scale", "1", "4", "--arms", "sdpa/math", "flash_fa2"]) == 0 and len(made) == 2
+
+    def no_memory(*tensors):
+        raise RuntimeError("out of memory\nmore")
+
+    monkeypatch.setattr(row_sums, "exact_rows", no_memory)
+    capsys.readouterr()
+    assert row_sums.main(SMALL) == 2
+    assert capsys.readouterr().err == ("row_sums: --shape 1 2 64 16: the exact rows, which are of all tokens at once, "
+                                       "cannot be computed here: out of memory\n")
+
+
 def test_cosine_of_small_numbers():
     """What a float64 kernel leaves over is 1e-15, and has a direction all the same."""
     class Off(torch.autograd.Function):

@@ -1,7 +1,10 @@
 """Every script says that it cannot write what it is to write before it reads or computes anything."""
 
+import errno
 import importlib
+import io
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -61,6 +64,33 @@ def test_an_empty_name_is_none(name, flag, tmp_path, monkeypatch, capsys):
         importlib.import_module(f"scripts.{name}").main([*FLAGS[name][0], re.sub(r"(FILE|FOLDER)(\.png)?", "", flag)])
     assert stop.value.code == 2 and "'' is empty; the working folder is ." in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name, argv", [
+    ("collect", ["{kept}/seed1_b64_flash_bf16.jsonl.xz", "{kept}/seed1_b64_delta_dp_p.jsonl.xz", "--out={out}"]),
+    ("compare", ["{kept}/seed1_b64_flash_bf16.jsonl.xz", "-o={out}/a.png", "--layers={out}/b.png",
+                 "--json={out}/c.json"]),
+    ("monitor", ["{kept}/seed1_b64_flash_bf16.jsonl.xz", "--json={out}/a.json"]),
+    ("row_sums", ["--device=cpu", "--shape", "1", "1", "16", "16", "--arms=standard", "--out={out}/a.json"]),
+    ("grid", ["--collect", "--out={out}"])])
+def test_all_is_written_before_it_is_told(name, argv, tmp_path, monkeypatch):
+    """Whoever reads may stop before the end, as head does."""
+    class Closed(io.StringIO):
+        def write(self, text):
+            raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+    argv, files = [arg.format(kept=SCRIPTS.parent / "results/mini", out=tmp_path) for arg in argv], 4
+    if name == "grid":  # as isolate and cures do
+        module = importlib.import_module("scripts.rates")
+        monkeypatch.setattr(module, "collect_experiment", lambda *_: {"summary": [{"arm": "a", "begun": 0}],
+                                                                      "errors": []})
+        monkeypatch.setattr("scripts.grid.figure", lambda _, found, path: path.touch())
+        files = 2
+    elif name != "collect":
+        files = sum("{out}" in arg or str(tmp_path) in arg for arg in argv)
+    monkeypatch.setattr(sys, "stdout", Closed())
+    assert importlib.import_module(f"scripts.{name}").main(argv) == 2
+    assert len(list(tmp_path.iterdir())) == files
 
 
 def test_what_may_not_be_written_to(tmp_path, monkeypatch):

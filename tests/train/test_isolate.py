@@ -18,7 +18,7 @@ from config import load, override
 from scripts import arms, cures, grid, isolate, reproduce_mini
 from scripts.isolate import ARMS
 from scripts.outcomes import Arm
-from scripts.rates import parser, write
+from scripts.rates import parser
 
 
 def test_flags_for_the_training_are_no_abbreviations_of_the_scripts_own():
@@ -55,7 +55,9 @@ def test_no_two_arms_of_a_table_are_one_run(table):
 @pytest.mark.parametrize("flags, words", [
     (["--max_iters=2"], "--max_iters=2 cannot be passed on to train.py, as max_iters is set for every arm; give"),
     (["--max-iters", "2"], "give --steps"), (["--seed=5"], "give --seeds"), (["--out_dir=a"], "give --out"),
-    (["--delta=do_o"], "as delta is set for every arm"),
+    (["--delta=do_o"], "--delta=do_o cannot be passed on to train.py, as arm delta_dp_p has --delta=dp_p; leave one"),
+    (["pv_fp32", "--delta", "do_o"], "--delta cannot be passed on to train.py, as arm delta_dp_p has --delta=dp_p"),
+    (["--attention=flash_fa2"], "as attention is set for every arm; give a --config with it"),
     (["--monitor=switch"], "arm delta_dp_p: monitor_remedy='delta=dp_p' changes nothing"),
     (["--init_from=resume"], "init_from=resume: an arm that has begun is resumed anyway"),
     (["--steps=0", "--collect"], "--steps=0 must be positive"),
@@ -68,6 +70,7 @@ def test_flags_that_would_be_lost_or_make_no_run(tmp_path, capsys, flags, words)
 
 @pytest.mark.parametrize("flags, words", [
     (["--max_iters=2"], "give --steps"), (["--out_dir=a"], "give --out"), (["--replay=a"], "draws the order"),
+    (["--smooth_k=1"], "as arm flash_fa2:smooth_k=-3:delta=dp_p has --smooth_k=-3; leave one of them out"),
     (["--record=False"], "draws the order"), (["--probe_interval=0"], "probe_interval=0; add --probe_interval=100"),
     (["--attention=sdpa"], "attention is set for every arm; name it in --arms"),
     (["--arms", "sdpa:max_iters=5"], "give --steps"), (["--arms", "sdpa:dataset=/x"], "give --dataset"),
@@ -77,6 +80,20 @@ def test_what_the_small_run_cannot_have(tmp_path, corpus, capsys, flags, words):
     argv = [f"--dataset={corpus}", f"--out={tmp_path / 'out'}", "--device=cpu", *flags]
     assert reproduce_mini.main(argv) == 2
     assert words in capsys.readouterr().err and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("flag, arm", [("--smooth-k=1", "smooth_k has --smooth_k=1"), ("--eps=1", "adamw_eps_1e-5 has"),
+                                       ("--learning_rate=1", "pv_delta_mini_0.003_32 has --learning_rate=0.003")])
+def test_a_flag_that_an_arm_sets_is_not_passed_on_to_the_others(tmp_path, capsys, flag, arm):
+    """In that arm it would be lost, and beside it the others would be of another experiment."""
+    out = f"--out={tmp_path / 'out'}"
+    if "learning_rate" in flag:
+        assert grid.main([out, "--arms", "pv_delta", "--learning_rates=3e-3", "--batch_sizes=32", flag]) == 2
+    else:
+        argv = [out, "--arms", "weight_decay_0.1", "smooth_k", "adamw_eps_1e-5", flag]
+        assert cures.main(cures.__doc__, cures.ARMS, "", "cures.json", argv) == 2
+    assert f"{flag} cannot be passed on to train.py, as arm {arm}" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
 
 
 def test_an_arm_of_the_small_run_is_what_it_is_called():
@@ -328,6 +345,7 @@ def test_an_experiment_run_from_another_folder_reads_what_it_wrote(one_arm):
     (["--dataset", "/nowhere"], "arm pv_fp32: the data folder /nowhere does not exist"),
     (["--parallel", "0"], "--parallel=0 must be positive"),
     (["--minutes", "nan"], "--minutes=nan must be positive"),
+    (["--seeds", "1", "-1"], "seed=-1 must be zero or more"),
     (["--monitor=stop"], "arm pv_fp32: monitor=stop ends a run before it is known .* use --monitor=warn"),
     (["--pv=fp16"], "pv_fp32: pv='fp16'|pv='fp16' is not one of"),
     (["--learnin_rate=1"], "learnin"),
@@ -365,7 +383,10 @@ def test_the_small_run_checks_its_arms_before_it_records(tmp_path, corpus, capsy
     assert code == 2 and message in said.out + said.err and not (tmp_path / "mini").exists()
 
 
-def test_an_experiment_of_losses_that_are_not_numbers_is_json(tmp_path):
-    found = {"rows": [{"final_loss": math.nan}], "summary": [{"arm": "a", "begun": 0}]}
-    write(found, tmp_path / "x.json")
-    assert json.loads((tmp_path / "x.json").read_text(), parse_constant=pytest.fail)
+def test_an_experiment_of_losses_that_are_not_numbers_is_json(tmp_path, monkeypatch):
+    found = {"rows": [{"arm": "a", "last_step": None, "final_loss": math.nan}],
+             "summary": [{"arm": "a", "begun": 0}], "errors": []}
+    monkeypatch.setattr("scripts.rates.collect_experiment", lambda *_: found)
+    argv = ["--collect", "--out", str(tmp_path)]
+    assert isolate.main(isolate.__doc__, ARMS, "", "isolation.json", argv) == 0
+    assert json.loads((tmp_path / "isolation.json").read_text(), parse_constant=pytest.fail)
