@@ -70,7 +70,7 @@ def test_flags_that_would_be_lost_or_make_no_run(tmp_path, capsys, flags, words)
 
 @pytest.mark.parametrize("flags, words", [
     (["--max_iters=2"], "give --steps"), (["--out_dir=a"], "give --out"), (["--replay=a"], "draws the order"),
-    (["--smooth_k=1"], "as arm flash_fa2:smooth_k=-3:delta=dp_p has --smooth_k=-3; leave one of them out"),
+    (["--smooth_k=1"], "as arm flash_fa2:smooth_k=-7:delta=dp_p has --smooth_k=-7; leave one of them out"),
     (["--record=False"], "draws the order"), (["--probe_interval=0"], "probe_interval=0; add --probe_interval=100"),
     (["--attention=sdpa"], "attention is set for every arm; name it in --arms"),
     (["--arms", "sdpa:max_iters=5"], "give --steps"), (["--arms", "sdpa:dataset=/x"], "give --dataset"),
