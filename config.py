@@ -227,7 +227,10 @@ def _read(key: str, value, origin: str, choices: bool = True):
     if number and value in ("Infinity", "-Infinity", "NaN"):  # as JSON has them
         value = float(value)
     if number and (type(value) is int or (type(value) is bool and key == "smooth_k")):  # which was all or nothing once
-        value = float(value)
+        try:
+            value = float(value)
+        except OverflowError:
+            raise ConfigError(f"{origin}: {key}={value!s:.9}... is larger than any float") from None
     if not _accepts(HINTS[key], value, choices):
         raise ConfigError(f"{origin}: {key}={value!r} is not of type {_spell(HINTS[key])}")
     return value

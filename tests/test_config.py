@@ -137,6 +137,8 @@ def test_values_as_other_files_and_commits_have_them():
     for key, value in (("attention", 3), ("smooth_k", "x"), ("beta", True), ("seed", "Infinity"), ("tile_k", 1.5)):
         with pytest.raises(ConfigError, match=f"run.json: {key}={value!r} is not of type"):
             read_values({key: value}, "run.json")
+    with pytest.raises(ConfigError, match=r"file: learning_rate=100000000[.]+ is larger than any float"):
+        from_dict({"learning_rate": 10**400}, "file")
 
 
 def test_wrong_files(tmp_path):
