@@ -132,6 +132,7 @@ def test_values_as_other_files_and_commits_have_them():
     """As JSON has infinity, and of the commits where smooth_k was all or nothing; other commits' keys and choices are
     theirs, but not other types."""
     assert from_dict({"smooth_k": True, "shift_cap": "Infinity"}, "") == Config(smooth_k=1.0, shift_cap=float("inf"))
+    assert read_values({"smooth_k": "-Infinity"}, "") == {"smooth_k": float("-inf")}
     told = {"attention": "flash_new", "gone": [3], "beta": 2, "wandb_tags": ["a"], "tile_k": 64}
     assert read_values(told, "") == told | {"beta": 2.0, "wandb_tags": ("a",)}
     for key, value in (("attention", 3), ("smooth_k", "x"), ("beta", True), ("seed", "Infinity"), ("tile_k", 1.5)):

@@ -50,6 +50,7 @@ def test_a_resumed_run_continues_its_curve(runner, monkeypatch):
     assert first["id"] == second["id"] == resumed.info["run_id"] and second["resume"] == "allow"
     assert first["mode"] == "offline" and first["group"] == "arms" and first["name"] == "curve"
     assert first["config"]["config"]["n_layer"] == 2
+    assert json.loads(json.dumps(first["config"], allow_nan=False)) == first["config"]  # plain: no tuple, no infinity
     assert [r["step"] for r in notes.records] == [0, 1, 2, 3, 4, 5, 6] and notes.exits == [143, 0]
     assert [session["exit_code"] for session in resumed.info["sessions"]] == [143, 0]
     runner.same(resumed, runner("whole"))
