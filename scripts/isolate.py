@@ -52,6 +52,7 @@ ARMS = {
     "delta_dp_p_mean_key_4": Arm(("--delta=dp_p", "--smooth_k=-3")),
     "fa2_delta_dp_p_mean_key_4": Arm(("--attention=flash_fa2", "--delta=dp_p", "--smooth_k=-3")),
     "fa2_delta_dp_p_mean_key_8": Arm(("--attention=flash_fa2", "--delta=dp_p", "--smooth_k=-7")),
+    "fa2_delta_corrected_mean_key_8": Arm(("--attention=flash_fa2", "--delta=do_o_corrected", "--smooth_k=-7")),
     # and what takes it away under flash_fa2
     "fa2_o_fp32": Arm(("--attention=flash_fa2", "--output=fp32")),
     "fa2_delta_dp_p": Arm(("--attention=flash_fa2", "--delta=dp_p")),
