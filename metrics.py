@@ -227,11 +227,13 @@ def _floats(value):
 
 
 def _fits(key: str, value) -> bool:
-    """Whether a value of a record is what the key's readers take for granted: a number, or a list of them by head."""
+    """Whether a value of a record is what the key's readers take for granted: a number that a float holds, or a list of
+    them by head."""
     if key not in _NUMBERS and not key.startswith("probe/"):
         return True
     values = value if "_head/" in key else [value]
-    return isinstance(values, list) and bool(values) and all(type(one) in (int, float) for one in values)
+    return isinstance(values, list) and bool(values) and all(
+        type(one) is float or (type(one) is int and abs(one) < 2**63) for one in values)
 
 
 def _checked(header, path: Path) -> dict:
