@@ -5,6 +5,7 @@ Names are nanoGPT's where nanoGPT has one, with its meaning. Imports nothing of 
 
 import dataclasses
 import difflib
+import re
 import sys
 import tomllib
 import types
@@ -19,6 +20,7 @@ Backend = Literal["standard", "sdpa", "flash_bf16", "flash_fa2", "flash_fp32", "
 # Of float keys, the least and the largest value beside 0; attention/spec.py has those of its switches.
 FP32_HOLDS = (2.0**-126, 1e18)  # and the product of two of the largest
 RANGES = {"collective_timeout_s": (1.0, 1e9)}  # gloo's clock ends at 9e9
+UNWRITABLE = re.compile("[\0\ud800-\udfff]")  # a byte of a flag that is no UTF-8 is read as one of the latter
 
 
 class ConfigError(ValueError):
@@ -147,6 +149,8 @@ class Config:
         switches = self.switches
         for name in HINTS:
             value, (least, largest) = getattr(self, name), RANGES.get(name, FP32_HOLDS)
+            if UNWRITABLE.search("".join(value) if isinstance(value, tuple) else str(value)):
+                raise ConfigError(f"{name}={value!r} has a character that no log or file name holds; leave it out")
             if type(value) is int and value >= 1 << 63:
                 raise ConfigError(f"{name}={value} must be below 2^63")
             if type(value) is float and value and name not in switches and not least <= value <= largest:
@@ -200,7 +204,7 @@ def from_file(path: str | Path) -> Config:
     except OSError as error:
         near = ", ".join(sorted(str(p) for p in Path("configs").glob("*.toml"))[:40])
         raise ConfigError(f"cannot read the config file {path}: {error.strerror}; there are {near}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except ValueError as error:  # TOMLDecodeError, UnicodeDecodeError, and an integer of more digits than Python reads
         raise ConfigError(f"{path} is not valid TOML: {error}") from None
     return from_dict(table, str(path))
 

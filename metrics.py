@@ -25,7 +25,7 @@ _HEADER = {"name": str, "run_id": str, "config": {}, "attention": [str], "start_
            "order": {"mode": str, "path": str, "rows": int, "sha256": str},
            "data": {"path": str, "tokens": int, "sha256": str}}
 _NULL = ("order", "rows", "sha256")  # which may be null instead
-_NUMBERS = ("loss", "val_loss", "grad_norm", "lr", "tokens", "tokens_per_s", "time")  # keys of a record, with probe/...
+_NUMBERS = ("step", "loss", "val_loss", "grad_norm", "lr", "tokens", "tokens_per_s", "time")  # and probe/...
 
 
 class MetricsError(RuntimeError):

@@ -67,25 +67,14 @@ def prepare(config: Config) -> Plan:
         raise ConfigError(f"out_dir={out} already holds the log of a run, and no checkpoint to go on from; move it "
                           "away or choose another out_dir")
 
-    folder = corpus_folder(config.dataset)
-    tokens = {split: open_tokens(folder, split) for split in ("train", "val")}
-    for split in tokens.values():
-        valid_starts(split.n_tokens, config.block_size)
-    header = Header(dataset=folder.name, n_tokens=tokens["train"].n_tokens, sha256=tokens["train"].sha256,
-                    block_size=config.block_size, sequences_per_step=config.sequences_per_step, seed=config.seed)
+    tokens, header, order = open_data(config)
     if config.record or config.replay:
         tokens["train"].verify()  # the bytes, not what meta.json claims of them
-    order = None
-    if config.replay:
-        order = OrderFile(config.replay)
-        order.check(header)
-        if order.rows < config.max_iters:
-            raise OrderError(f"{config.replay} holds {order.rows} steps, but max_iters={config.max_iters} asks for "
-                             f"more; set --max_iters={order.rows} or less")
 
     vocabulary = config.vocab_size or -(-tokens["train"].vocab_size // 64) * 64
     if vocabulary < tokens["train"].vocab_size:
-        raise ConfigError(f"vocab_size={vocabulary} is below the {tokens['train'].vocab_size} of {folder}")
+        raise ConfigError(f"vocab_size={vocabulary} is below the {tokens['train'].vocab_size} of "
+                          f"{corpus_folder(config.dataset)}")
     model_args = GPTConfig(**{f.name: getattr(config, f.name) for f in dataclasses.fields(GPTConfig)
                               if f.name != "vocab_size"}, vocab_size=vocabulary)
     state = _read_state(config, model_args)
@@ -95,6 +84,25 @@ def prepare(config: Config) -> Plan:
             raise ConfigError(f"{out} holds the order that this run recorded so far; go on with record=true")
     return Plan(specs, tokens, header, order, model_args, state, state["step"] if state else 0, remedies,
                 _switches(config, state))
+
+
+def open_data(config: Config) -> tuple[dict[str, Tokens], Header, OrderFile | None]:
+    """The tokens of each split, what an order of this run says of itself, and the order that it replays. Errors:
+    ValueError (DataError, OrderError)."""
+    folder = corpus_folder(config.dataset)
+    tokens = {split: open_tokens(folder, split) for split in ("train", "val")}
+    for split in tokens.values():
+        valid_starts(split.n_tokens, config.block_size)
+    header = Header(dataset=folder.name, n_tokens=tokens["train"].n_tokens, sha256=tokens["train"].sha256,
+                    block_size=config.block_size, sequences_per_step=config.sequences_per_step, seed=config.seed)
+    order = None
+    if config.replay:
+        order = OrderFile(config.replay)
+        order.check(header)
+        if order.rows < config.max_iters:
+            raise OrderError(f"{config.replay} holds {order.rows} steps, but max_iters={config.max_iters} asks for "
+                             f"more; set --max_iters={order.rows} or less")
+    return tokens, header, order
 
 
 def check_memory(config: Config) -> None:

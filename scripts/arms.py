@@ -16,10 +16,9 @@ from typing import TextIO
 from attention import specs_of
 from checkpoint import checkpoints, step_of
 from config import Config, ConfigError, as_dict, key_of, load, override
-from data.loader import open_tokens
-from data.meta import corpus_folder
 from metrics import read_metrics, read_run
-from plan import check_memory, remedies_of
+from plan import check_memory, open_data, remedies_of
+from scripts.runs import sessions_of
 from settings import read_keys
 
 FURTHER = "Every other --key=value goes to train.py, whose keys python train.py --help lists."  # of a script's --help
@@ -71,8 +70,9 @@ def check_arm(name: str, argv: list[str]) -> Config:
                                   "use --monitor=warn, which logs the same warnings")
             check_memory(config)
             remedies_of(config, specs_of(config))
-            for split in ("train", "val"):
-                open_tokens(corpus_folder(config.dataset), split)
+            *_, order = open_data(config)
+            if order:
+                order.close()
         except ValueError as error:
             raise ConfigError(f"arm {name}: {error}") from None
     return config
@@ -80,9 +80,8 @@ def check_arm(name: str, argv: list[str]) -> Config:
 
 def config_at(header: dict, step: int) -> dict:
     """The config of the session that made a run's checkpoint of this step: the last one that began before it."""
-    changes = [session.get("changed", {}) for session in header.get("sessions", [])]
-    made = [change for change in changes if change.get("start_step", header.get("start_step", 0)) < step]
-    return header.get("config", {}) | (made[-1] if made else {}).get("config", {})
+    made = [changed for start, changed in sessions_of(header) if start < step]
+    return header.get("config", {}) | (made[-1] if made else {})
 
 
 def check_begun(run: Path, argv: list[str], out: str = "--out", steps: str = "--steps") -> None:

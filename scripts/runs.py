@@ -52,17 +52,21 @@ class Run:
     def resumed_with(self) -> list[dict]:
         """{"step": the first one, key: value, ...} of sessions with other settings than the run began with, of which a
         step is among the records. run.json's own config is that of the first session."""
-        begun, sessions = self.info.get("config", {}), self.info.get("sessions", [])
-        changes = [session.get("changed", {}) for session in sessions]
-        starts = [change.get("start_step", self.info.get("start_step", 0)) for change in changes]
-        found = []
-        for i, (start, change) in enumerate(zip(starts, changes, strict=True)):
-            if "config" in change and start < min([self.steps, *starts[i + 1:]]):  # else made again, or not made
-                then, now = read_keys(begun), read_keys(begun | change["config"])
+        begun, sessions, found = self.info.get("config", {}), sessions_of(self.info), []
+        for i, (start, changed) in enumerate(sessions):
+            later = (first for first, _ in sessions[i + 1:])
+            if changed and start < min([self.steps, *later]):  # else made again, or not made
+                then, now = read_keys(begun), read_keys(begun | changed)
                 other = {key: now[key] for key in sorted(now.keys() & then.keys() - NO_STEP - {"replay"})
                          if now[key] != then[key]}
                 found += [{"step": start} | other] if other else []
         return found
+
+
+def sessions_of(header: dict) -> list[tuple[int, dict]]:
+    """(first step, keys of the config that are not as the run was begun with) of each session of a run.json."""
+    changes = [session.get("changed", {}) for session in header.get("sessions", [])]
+    return [(change.get("start_step", header.get("start_step", 0)), change.get("config", {})) for change in changes]
 
 
 def nan_last(value: float) -> float:

@@ -142,8 +142,20 @@ def test_values_as_other_files_and_commits_have_them():
         from_dict({"learning_rate": 10**400}, "file")
 
 
+@pytest.mark.parametrize("key, value", [("out_dir", "a\0b"), ("wandb_run_name", "\udcff"),
+                                         ("wandb_tags", ("a", "\ud800"))])
+def test_what_no_file_holds(key, value):
+    with pytest.raises(ConfigError) as told:
+        from_dict({key: value}, "here")
+    assert str(told.value) == f"{key}={value!r} has a character that no log or file name holds; leave it out"
+    Config(out_dir="größe ☃", wandb_tags=("ü",))
+
+
 def test_wrong_files(tmp_path):
     path = tmp_path / "x.toml"
+    path.write_text(f"seed = 1{'0' * 5000}\n")
+    with pytest.raises(ConfigError, match=r"x\.toml is not valid TOML: Exceeds the limit"):
+        from_file(path)
     path.write_text("batch_size = 3\nbatch_size = 4\n")
     for file, words in ((path, "is not valid TOML"), (tmp_path / "none.toml", "there are configs/cpu_flash_bf16.toml")):
         with pytest.raises(ConfigError, match=words):

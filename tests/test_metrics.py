@@ -135,7 +135,7 @@ def test_wrong_files_are_named(tmp_path):
     ("val_loss", [2.5], "number"), ("probe/ties/layer0", "nan", "number"), ("probe/row_max/layer0", [1.0], "number"),
     ("probe/wq_norm_head/layer0", 1.0, "list of numbers"), ("probe/wq_norm_head/layer0", [], "list of numbers"),
     ("probe/ties_head/layer0", [1.0, "0.5"], "list of numbers"), ("loss", "x" * 999, "number"),
-    ("loss", 10**400, "number"), ("probe/ties_head/layer0", [-10**30], "list of numbers")])
+    ("loss", 10**400, "number"), ("step", 10**400, "number"), ("probe/ties_head/layer0", [-10**30], "list of numbers")])
 def test_what_is_no_number_where_one_belongs_is_named(tmp_path, key, value, what):
     log = tmp_path / "metrics.jsonl"
     good = {"step": 1, "loss": 2, "probe/row_max/layer0": "Infinity", "probe/ties_head/layer0": ["NaN", 1], "note": "x"}

@@ -343,6 +343,7 @@ def test_an_experiment_run_from_another_folder_reads_what_it_wrote(one_arm):
 
 @pytest.mark.parametrize("flags, message", [
     (["--dataset", "/nowhere"], "arm pv_fp32: the data folder /nowhere does not exist"),
+    (["--replay=/nowhere/order.bin"], "arm pv_fp32: the order file /nowhere/order.bin cannot be read: No such file"),
     (["--parallel", "0"], "--parallel=0 must be positive"),
     (["--minutes", "nan"], "--minutes=nan must be positive"),
     (["--seeds", "1", "-1"], "seed=-1 must be zero or more"),
