@@ -63,12 +63,12 @@ class Launch(NamedTuple):
 
 
 # (generation, head size up to, operands). Generation 9: Hopper; 8 stands for every other one and needs 99 KB at most.
+# A tile that is faster by descriptors may spill by pointers, where addresses take registers too.
 # "tf32x3": FP32 operands whose every product is of TF32 parts, which take more registers and shared memory than BF16.
 LAUNCHES = {
     (9, 64, "bf16"): Launch({128: Tile(64, 128, 4, 2, 168, True), 64: Tile(64, 64, 4, 3, 128), 32: Tile(128, 32, 4, 3)},
-                            Tile(64, 64, 4, 2, 128, True), Tile(32, 64, 4, 3, 128, True)),
-    # At 128 keys the tile that is faster by descriptors spills by pointers, where addresses take registers too.
-    (9, 128, "bf16"): Launch({128: Tile(64, 128, 4, 1, 168, True, otherwise=Tile(128, 128, 8, 2)),
+                            Tile(64, 64, 4, 2, 128, True), Tile(64, 64, 4, 3, 168, True, Tile(32, 64, 4, 3, 128))),
+    (9, 128, "bf16"): Launch({128: Tile(64, 128, 4, 1, 168, True, Tile(128, 128, 8, 2)),
                               64: Tile(64, 64, 4, 3, 0, True), 32: Tile(128, 32, 4, 3)},
                              Tile(64, 64, 4, 2, 0, True), Tile(64, 64, 4, 2, 0, True)),
     (9, 64, "fp32"): Launch({128: Tile(64, 128, 4, 1), 64: Tile(64, 64, 4, 2), 32: Tile(64, 32, 4, 2)},
@@ -127,8 +127,9 @@ def _is_wide(spec: AttentionSpec, tile: Tile) -> bool:
 
 
 def fitted(tile: Tile, *tensors: Tensor) -> Tile:
-    """tile, or its tile with pointers where descriptors cannot load: the same keys at a time, so the same results, bit
-    for bit. A descriptor sees (B, H, T, D) as a BF16 matrix, tokens by columns, and loads whole tiles of it."""
+    """tile, or its tile with pointers where descriptors cannot load: the same results, bit for bit, as it takes as many
+    keys at a time, and sums over rows add 16 at a time whatever the tile. A descriptor sees (B, H, T, D) as a BF16
+    matrix, tokens by columns, and loads whole tiles of it."""
     *_, T, D = tensors[0].shape
     fits = _whole(tile, T, D, tensors[0].dtype) and all(map(_is_matrix, tensors))
     return tile if fits else tile.with_pointers()
@@ -190,30 +191,30 @@ def backward(do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor
     _check(q, spec)
     _, launch = launch_for(spec, q.shape[3], q.device, q.dtype)
     dq, dk, dv = (output_like(q, False) for _ in range(3))
-    delta = torch.empty(q.shape[:3], device=q.device, dtype=torch.float32)
+    pairs = torch.empty((*q.shape[:3], 2), device=q.device, dtype=torch.float32)  # L and alpha * delta of a row
     do, q, k, v, o, lse = _rows(do), _rows(q), _rows(k), _rows(v), _rows(o), lse.contiguous()
     if rest is not None and rest.stride() != o.stride():  # the kernel has O's strides alone
         o, rest = o.contiguous(), rest.contiguous()
     with _on(q.device):
-        launch_dq(launch.dq, spec, do, q, k, v, o, rest, lse, delta, dq)
-        launch_dkdv(launch.dkdv, spec, do, q, k, v, lse, delta, dk, dv)
+        launch_dq(launch.dq, spec, do, q, k, v, o, rest, lse, pairs, dq)
+        launch_dkdv(launch.dkdv, spec, do, q, k, v, pairs, dk, dv)
     return dq, dk, dv
 
 
-def launch_dq(tile: Tile, spec: AttentionSpec, do, q, k, v, o, rest, lse, delta, dq) -> None:
-    """Writes delta and dq."""
+def launch_dq(tile: Tile, spec: AttentionSpec, do, q, k, v, o, rest, lse, pairs, dq) -> None:
+    """Writes pairs and dq."""
     (B, H, T, D), tile = q.shape, fitted(tile, q, k, v, do)
     kernels.dq_kernel[(_programs(B * H, T, tile.rows),)](
-        q, k, v, *_descriptors(tile, q, k, v, do), o, rest, do, lse, delta, dq, *q.stride()[:3], *k.stride()[:3],
+        q, k, v, *_descriptors(tile, q, k, v, do), o, rest, do, lse, pairs, dq, *q.stride()[:3], *k.stride()[:3],
         *v.stride()[:3], *o.stride()[:3], *do.stride()[:3], *dq.stride()[:3], H, T, B * H, _group(k, B * H),
         **_switches(spec, D), **_sizes(D, T, tile), ALPHA=D**-0.5, DELTA=spec.delta)
 
 
-def launch_dkdv(tile: Tile, spec: AttentionSpec, do, q, k, v, lse, delta, dk, dv) -> None:
+def launch_dkdv(tile: Tile, spec: AttentionSpec, do, q, k, v, pairs, dk, dv) -> None:
     """Writes dk and dv."""
     (B, H, T, D), tile = q.shape, fitted(tile, q, k, v, do)
     kernels.dkdv_kernel[(_programs(B * H, T, tile.keys),)](
-        q, k, v, *_descriptors(tile, q, k, v, do), do, lse, delta, dk, dv, *q.stride()[:3], *k.stride()[:3],
+        q, k, v, *_descriptors(tile, q, k, v, do), do, pairs, dk, dv, *q.stride()[:3], *k.stride()[:3],
         *v.stride()[:3], *do.stride()[:3], *dk.stride()[:3], H, T, B * H, _group(k, B * H),
         **_switches(spec, D), **_sizes(D, T, tile), ALPHA=D**-0.5)
 

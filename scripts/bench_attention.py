@@ -149,7 +149,8 @@ def memory(args):
 
 def peak(qkv, do, spec) -> tuple[int, int]:
     """(bytes that forward and backward ask for at their peak, bytes of O, what its rounding left over where that is
-    kept, L, delta and the gradients). The first call leaves behind what exists once."""
+    kept, L, delta and the gradients). The kernels' backward pass has L once more, beside delta: 4 bytes a row. The
+    first call leaves behind what exists once."""
     for _ in range(2):
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
