@@ -173,3 +173,20 @@ def test_pushes_of_smooth_keys(scene):
                       plain.tied.mean().item(), smooth.tied.mean().item()])
     assert found[0] == pytest.approx([0.30, 89, 0.36, 0.14], rel=0.05)
     assert found[1] == pytest.approx([0.56, 3.9, 0.109, 0.0078], rel=0.05)
+
+
+def test_what_rounding_of_keys_moves_scores_by(scene):
+    """The same page: the last places of keys, each off by up to half of one, move a score (root mean square) by a
+    share of the row's largest (in size), which is little beside what the largest score leads by."""
+    found = []
+    for frame in scene.frames:
+        q, k = frame.q.double(), frame.k.double()
+        seen = torch.ones(q.shape[1], q.shape[1], dtype=torch.bool).tril()
+        ulp = torch.exp2(torch.floor(torch.log2(k.abs().clamp_min(1e-30))) - 7)
+        error = ((q.square() @ (ulp.square() / 12).mT / q.shape[-1] * seen).sum(-1) / seen.sum(-1)).sqrt()
+        s = q @ k.mT * q.shape[-1] ** -0.5
+        lead = s.masked_fill(~seen, -torch.inf).topk(2).values[:, 1:]
+        found.append([(error / s.abs().tril().amax(-1)).median().item(), error.median().item(),
+                      (lead[..., 0] - lead[..., 1]).median().item()])
+    assert found[0] == pytest.approx([1.5e-4, 4.3, 118], rel=0.02)
+    assert found[1] == pytest.approx([0.68e-4, 0.45, 115], rel=0.02)
