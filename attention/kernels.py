@@ -355,7 +355,7 @@ def dq_kernel(p_q, p_k, p_v, d_q, d_k, d_v, d_do, p_o, p_rest, p_do, p_lse, p_pa
               ALPHA: tl.constexpr, UNIT: tl.constexpr, LOG2: tl.constexpr, SCALE: tl.constexpr, SOFTCAP: tl.constexpr,
               BF16: tl.constexpr, SCORES: tl.constexpr, DELTA: tl.constexpr, DOTS: tl.constexpr, TMA: tl.constexpr):
     """dQ = dS K of one block of rows (paper Algorithm 2), and (L, alpha * delta) of each row, side by side for the
-    dK/dV kernel, where two loads a tile instead of one cost up to 15 % of its time.
+    dK/dV kernel, where two loads a tile instead of one cost up to 18 % of its time.
 
     dO is read here anyway, so delta costs one read of O and, where p_rest is not None, of what its rounding left over.
     do_o_corrected sums P K beside dQ, one more product: what the rows of dS added up to is taken off dQ, and added to
