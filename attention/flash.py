@@ -191,30 +191,30 @@ def backward(do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor
     _check(q, spec)
     _, launch = launch_for(spec, q.shape[3], q.device, q.dtype)
     dq, dk, dv = (output_like(q, False) for _ in range(3))
-    pairs = torch.empty((*q.shape[:3], 2), device=q.device, dtype=torch.float32)  # L and alpha * delta of a row
+    delta = torch.empty(q.shape[:3], device=q.device, dtype=torch.float32)  # multiplied by alpha
     do, q, k, v, o, lse = _rows(do), _rows(q), _rows(k), _rows(v), _rows(o), lse.contiguous()
     if rest is not None and rest.stride() != o.stride():  # the kernel has O's strides alone
         o, rest = o.contiguous(), rest.contiguous()
     with _on(q.device):
-        launch_dq(launch.dq, spec, do, q, k, v, o, rest, lse, pairs, dq)
-        launch_dkdv(launch.dkdv, spec, do, q, k, v, pairs, dk, dv)
+        launch_dq(launch.dq, spec, do, q, k, v, o, rest, lse, delta, dq)
+        launch_dkdv(launch.dkdv, spec, do, q, k, v, lse, delta, dk, dv)
     return dq, dk, dv
 
 
-def launch_dq(tile: Tile, spec: AttentionSpec, do, q, k, v, o, rest, lse, pairs, dq) -> None:
-    """Writes pairs and dq."""
+def launch_dq(tile: Tile, spec: AttentionSpec, do, q, k, v, o, rest, lse, delta, dq) -> None:
+    """Writes delta and dq."""
     (B, H, T, D), tile = q.shape, fitted(tile, q, k, v, do)
     kernels.dq_kernel[(_programs(B * H, T, tile.rows),)](
-        q, k, v, *_descriptors(tile, q, k, v, do), o, rest, do, lse, pairs, dq, *q.stride()[:3], *k.stride()[:3],
+        q, k, v, *_descriptors(tile, q, k, v, do), o, rest, do, lse, delta, dq, *q.stride()[:3], *k.stride()[:3],
         *v.stride()[:3], *o.stride()[:3], *do.stride()[:3], *dq.stride()[:3], H, T, B * H, _group(k, B * H),
         **_switches(spec, D), **_sizes(D, T, tile), ALPHA=D**-0.5, DELTA=spec.delta)
 
 
-def launch_dkdv(tile: Tile, spec: AttentionSpec, do, q, k, v, pairs, dk, dv) -> None:
+def launch_dkdv(tile: Tile, spec: AttentionSpec, do, q, k, v, lse, delta, dk, dv) -> None:
     """Writes dk and dv."""
     (B, H, T, D), tile = q.shape, fitted(tile, q, k, v, do)
     kernels.dkdv_kernel[(_programs(B * H, T, tile.keys),)](
-        q, k, v, *_descriptors(tile, q, k, v, do), do, pairs, dk, dv, *q.stride()[:3], *k.stride()[:3],
+        q, k, v, *_descriptors(tile, q, k, v, do), do, lse, delta, dk, dv, *q.stride()[:3], *k.stride()[:3],
         *v.stride()[:3], *do.stride()[:3], *dk.stride()[:3], H, T, B * H, _group(k, B * H),
         **_switches(spec, D), **_sizes(D, T, tile), ALPHA=D**-0.5)
 

@@ -348,14 +348,13 @@ def delta_over_keys(b_q, b_do, k, v, m, rows, end, BLOCK_N: tl.constexpr, D: tl.
 
 
 @triton.jit(do_not_specialize=["H", "HEADS", "GROUP"])
-def dq_kernel(p_q, p_k, p_v, d_q, d_k, d_v, d_do, p_o, p_rest, p_do, p_lse, p_pairs, p_dq,
+def dq_kernel(p_q, p_k, p_v, d_q, d_k, d_v, d_do, p_o, p_rest, p_do, p_lse, p_delta, p_dq,
               sqb, sqh, sqt, skb, skh, skt, svb, svh, svt, sob, soh, sot, sgb, sgh, sgt,
               sxb, sxh, sxt, H, T, HEADS, GROUP,
               D: tl.constexpr, DP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EVEN: tl.constexpr,
               ALPHA: tl.constexpr, UNIT: tl.constexpr, LOG2: tl.constexpr, SCALE: tl.constexpr, SOFTCAP: tl.constexpr,
               BF16: tl.constexpr, SCORES: tl.constexpr, DELTA: tl.constexpr, DOTS: tl.constexpr, TMA: tl.constexpr):
-    """dQ = dS K of one block of rows (paper Algorithm 2), and (L, alpha * delta) of each row, side by side for the
-    dK/dV kernel, where two loads a tile instead of one cost up to 18 % of its time.
+    """dQ = dS K of one block of rows (paper Algorithm 2), and alpha * delta of each row.
 
     dO is read here anyway, so delta costs one read of O and, where p_rest is not None, of what its rounding left over.
     do_o_corrected sums P K beside dQ, one more product: what the rows of dS added up to is taken off dQ, and added to
@@ -377,10 +376,7 @@ def dq_kernel(p_q, p_k, p_v, d_q, d_k, d_v, d_do, p_o, p_rest, p_do, p_lse, p_pa
 
     b_q = load_operand(q, start, BLOCK_M, D, DP, EVEN, TMA, BF16)
     b_do = load_operand(do, start, BLOCK_M, D, DP, EVEN, TMA, BF16)
-    m = tl.load(p_lse + p_rows, mask=rows < T, other=0.0)
-    p_pairs += 2 * p_rows
-    tl.store(p_pairs, m, mask=rows < T)
-    m = m * (1 / UNIT)
+    m = tl.load(p_lse + p_rows, mask=rows < T, other=0.0) * (1 / UNIT)
     if DELTA == "do_o" or DELTA == "do_o_exact" or CORRECTED:
         b_o = load_rows(p_o + b * sob + h * soh, start, sot, T, BLOCK_M, D, DP, not EVEN).to(tl.float32)
         if p_rest is not None:
@@ -399,7 +395,7 @@ def dq_kernel(p_q, p_k, p_v, d_q, d_k, d_v, d_do, p_o, p_rest, p_do, p_lse, p_pa
     if CORRECTED:
         pk, left, total = acc, tl.zeros((BLOCK_M,), tl.float32), tl.zeros((BLOCK_M,), tl.float32)
     else:
-        tl.store(p_pairs + 1, delta, mask=rows < T)
+        tl.store(p_delta + p_rows, delta, mask=rows < T)
 
     tl.assume(end > 0)
     for n in range(0, end, BLOCK_N):
@@ -421,23 +417,40 @@ def dq_kernel(p_q, p_k, p_v, d_q, d_k, d_v, d_do, p_o, p_rest, p_do, p_lse, p_pa
     if CORRECTED:
         left = left / total
         acc -= left[:, None] * pk
-        tl.store(p_pairs + 1, delta + left, mask=rows < T)
+        tl.store(p_delta + p_rows, delta + left, mask=rows < T)
     if BF16:
         acc = round_bf16(acc)
     store_rows(p_dq + b * sxb + h * sxh, acc, start, sxt, T, BLOCK_M, D, DP)
 
 
+@triton.jit
+def load_both(p_x, p_y, rows, T, EVEN: tl.constexpr, TOGETHER: tl.constexpr):
+    """x and y, FP32, of these rows, 0 past T. TOGETHER: by one load of two rows of pointers. Where loads are pipelined two
+    a tile cost up to 18 % of the kernel's time; where they are not, one takes more instructions than two."""
+    if TOGETHER:
+        rows = rows[None, :]
+        both = tl.where(tl.arange(0, 2) == 0, p_x, p_y)[:, None] + rows
+        both = tl.load(both) if EVEN else tl.load(both, mask=rows < T, other=0.0)
+        return tl.split(tl.trans(both))
+    elif EVEN:
+        return tl.load(p_x + rows), tl.load(p_y + rows)
+    else:
+        return tl.load(p_x + rows, mask=rows < T, other=0.0), tl.load(p_y + rows, mask=rows < T, other=0.0)
+
+
 @triton.jit(do_not_specialize=["H", "HEADS", "GROUP"])
-def dkdv_kernel(p_q, p_k, p_v, d_q, d_k, d_v, d_do, p_do, p_pairs, p_dk, p_dv,
+def dkdv_kernel(p_q, p_k, p_v, d_q, d_k, d_v, d_do, p_do, p_lse, p_delta, p_dk, p_dv,
                 sqb, sqh, sqt, skb, skh, skt, svb, svh, svt, sgb, sgh, sgt, sxb, sxh, sxt, H, T, HEADS, GROUP,
                 D: tl.constexpr, DP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EVEN: tl.constexpr,
                 ALPHA: tl.constexpr, UNIT: tl.constexpr, LOG2: tl.constexpr, SCALE: tl.constexpr, SOFTCAP: tl.constexpr,
                 BF16: tl.constexpr, SCORES: tl.constexpr, DOTS: tl.constexpr, TMA: tl.constexpr):
     """dV = P^T dO and dK = dS^T Q of one block of BLOCK_N keys, over tiles of BLOCK_M rows (paper Algorithm 2).
 
-    Everything is computed transposed, S^T = K Q^T, so that P^T and dS^T feed the next product from registers.
+    Everything is computed transposed, S^T = K Q^T, so that P^T and dS^T feed the next product from registers. Which
+    product is made first changes nothing but time: at D = 64 S first is up to 5 % faster, at D = 128 dP first 2 to 3 %.
     Rows past T read dO = 0 and delta = 0 and add nothing.
     """
+    DP_FIRST: tl.constexpr = BF16 and DP > 64
     block, head = assign(tl.cdiv(T, BLOCK_N), HEADS, GROUP)
     start = block * BLOCK_N  # early keys have the most rows: long blocks first
     b, h = tl.cast(head // H, tl.int64), tl.cast(head % H, tl.int64)
@@ -445,7 +458,8 @@ def dkdv_kernel(p_q, p_k, p_v, d_q, d_k, d_v, d_do, p_do, p_pairs, p_dk, p_dv,
     k = matrix_of(b, h, T, p_k, d_k, skb, skh, skt)
     v = matrix_of(b, h, T, p_v, d_v, svb, svh, svt)
     do = matrix_of(b, h, T, p_do, d_do, sgb, sgh, sgt)
-    p_pairs += 2 * tl.cast(head, tl.int64) * T
+    p_lse += tl.cast(head, tl.int64) * T
+    p_delta += tl.cast(head, tl.int64) * T
     keys = start + tl.arange(0, BLOCK_N)
     first = start // BLOCK_M * BLOCK_M
     below = tl.minimum(tl.cdiv(start + BLOCK_N - 1, BLOCK_M) * BLOCK_M, T)  # rows from here on see every key
@@ -457,19 +471,17 @@ def dkdv_kernel(p_q, p_k, p_v, d_q, d_k, d_v, d_do, p_do, p_pairs, p_dk, p_dv,
     for r in range(first, T, BLOCK_M):
         b_q = load_operand(q, r, BLOCK_M, D, DP, EVEN, TMA, BF16)
         b_do = load_operand(do, r, BLOCK_M, D, DP, EVEN, TMA, BF16)
-        pairs = 2 * r + tl.arange(0, 2 * BLOCK_M)
-        if EVEN:
-            pairs = tl.load(p_pairs + pairs)
-        else:
-            pairs = tl.load(p_pairs + pairs, mask=pairs < 2 * T, other=0.0)
-        m, delta = tl.split(tl.reshape(pairs, (BLOCK_M, 2)))
+        m, delta = load_both(p_lse, p_delta, r + tl.arange(0, BLOCK_M), T, EVEN, BF16)
         m = m * (1 / UNIT)
+        if DP_FIRST:
+            dp = dot(b_v, tl.trans(b_do), None, DOTS)
         x = scores(b_k, b_q, SCORES, SCALE, SOFTCAP, DOTS)
         b_p = tl.exp2((x - m[None, :]) * LOG2)
         if r < below:  # as in `mask`
             b_p = tl.where((tl.arange(0, BLOCK_M)[None, :] - (keys - r)[:, None]) >= 0, b_p, 0.0)
         b_dv = dot(operand(b_p, BF16), b_do, b_dv, DOTS, True)
-        dp = dot(b_v, tl.trans(b_do), None, DOTS)
+        if not DP_FIRST:
+            dp = dot(b_v, tl.trans(b_do), None, DOTS)
         if SCORES == "bf16":
             dp = round_bf16(dp)
         b_ds = gradient_of_scores(b_p, dp, delta[None, :], x, ALPHA, SOFTCAP)

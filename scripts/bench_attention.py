@@ -30,8 +30,8 @@ from scripts.bench_attention_workers import build_all, builds, spread
 from scripts.targets import check_targets, named
 
 SHAPES = "32,12,1024,64;16,16,1024,64;16,12,2048,64;8,12,4096,64;16,12,1024,128"
-ARMS = ("sdpa,flash_fa2,flash_bf16,stabilized,flash_bf16+stats,stabilized+stats,flash_fp32,standard,sdpa/float32,"
-        "flash_fp32/float32")
+ARMS = ("sdpa,flash_fa2,flash_bf16,stabilized,flash_bf16+stats,flash_bf16+stats2,stabilized+stats,flash_fp32,standard,"
+        "sdpa/float32,flash_fp32/float32")
 
 
 def passes(spec, qkv, do, counted=None):
@@ -149,8 +149,7 @@ def memory(args):
 
 def peak(qkv, do, spec) -> tuple[int, int]:
     """(bytes that forward and backward ask for at their peak, bytes of O, what its rounding left over where that is
-    kept, L, delta and the gradients). The kernels' backward pass has L once more, beside delta: 4 bytes a row. The
-    first call leaves behind what exists once."""
+    kept, L, delta and the gradients). The first call leaves behind what exists once."""
     for _ in range(2):
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
