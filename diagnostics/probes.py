@@ -10,23 +10,27 @@ from attention import AttentionLayer, attend
 
 
 @contextlib.contextmanager
-def attention_inputs(model: nn.Module) -> Iterator[dict[int, tuple[Tensor, Tensor, Tensor]]]:
-    """Collects each attention layer's (q, k, v), every one (B, H, T, D), from the forward passes inside the block.
+def arguments(modules: Iterable[nn.Module]) -> Iterator[dict[int, tuple[Tensor, ...]]]:
+    """Collects the (first three) tensors that each of these modules is called with inside the block, by its number.
 
     Use the uncompiled model: a compiled one does not run hooks that were added after it was compiled.
     """
-    layers = [m for m in model.modules() if isinstance(m, AttentionLayer)]
-    seen: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
+    seen: dict[int, tuple[Tensor, ...]] = {}
 
-    def keep(layer):
-        return lambda _module, args: seen.__setitem__(layer, tuple(x.detach() for x in args[:3]))
+    def keep(number):
+        return lambda _module, args: seen.__setitem__(number, tuple(x.detach() for x in args[:3]))
 
-    hooks = [m.register_forward_pre_hook(keep(i)) for i, m in enumerate(layers)]
+    hooks = [m.register_forward_pre_hook(keep(i)) for i, m in enumerate(modules)]
     try:
         yield seen
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def attention_inputs(model: nn.Module):
+    """`arguments` of each attention layer: its (q, k, v), every one (B, H, T, D)."""
+    return arguments(m for m in model.modules() if isinstance(m, AttentionLayer))
 
 
 def wq_norms(weight: Tensor, n_head: int) -> Tensor:
@@ -57,8 +61,8 @@ def largest_eigenvalues(gram: Tensor) -> Tensor:
 
 
 def key_mean(k: Tensor) -> Tensor:
-    """What keys k (..., T, D) have in common, (...): the length of their mean over the root mean square length of keys
-    less it, in FP32. The mean key adds the same to all scores of a row, so it changes no probability and has no
+    """What keys k (..., T, D), or other vectors, have in common, (...): the length of their mean over the root mean
+    square length of them less it, in FP32. The mean key adds the same to all scores of a row, so it changes no probability and has no
     gradient of its own but what rounding leaves over."""
     k = k.float()
     common = k.mean(-2, keepdim=True)
@@ -67,24 +71,27 @@ def key_mean(k: Tensor) -> Tensor:
 
 @torch.no_grad()
 def measure(model: nn.Module, idx: Tensor, autocast) -> Tensor:
-    """What the paper's figures 3 and 13 show, and what keys have in common, of one batch idx (B, T): (4, n_layer, H)
+    """What the paper's figures 3 and 13 show, and what keys have in common, of one batch idx (B, T): (5, n_layer, H)
     float64 on the model's device, which the host need not wait for.
 
     By layer and head: the share of score rows whose maximum repeats within a key tile (paper Algorithm 3, rs > 1), the
-    largest score, the spectral norm of W_Q, and `key_mean` of the sequence where that is the largest (before smooth_k).
+    largest score, the spectral norm of W_Q, and `key_mean` of the sequence where that is the largest (before smooth_k);
+    by layer, the same of its normalised inputs X, from which W_K makes the keys.
     """
     training = model.training
     model.eval()
-    with attention_inputs(model) as inputs, autocast:
+    blocks = [m for m in model.modules() if hasattr(m, "c_attn")]
+    with attention_inputs(model) as inputs, arguments(block.c_attn for block in blocks) as x, autocast:
         model(idx)
     model.train(training)
-    blocks = [m for m in model.modules() if hasattr(m, "c_attn")]
     layers = [m for m in model.modules() if isinstance(m, AttentionLayer)]
     stats = [attend(*inputs[i], layer.spec, layer.rng, stats=True)[1] for i, layer in enumerate(layers)]
     ties, row_max = torch.stack([one.ties for one in stats]), torch.stack([one.row_max for one in stats])
     norms = wq_norms(torch.stack([block.c_attn.weight[:block.c_attn.in_features] for block in blocks]), ties.shape[2])
     shared = key_mean(torch.stack([inputs[i][1] for i in range(len(layers))])).double().amax(1)  # of (layer, B, H)
-    return torch.stack([(ties > 1).double().mean((1, 3)), row_max.double().amax((1, 3)), norms, shared])
+    common = torch.stack([key_mean(x[i][0]).double().amax() for i in range(len(blocks))])
+    return torch.stack([(ties > 1).double().mean((1, 3)), row_max.double().amax((1, 3)), norms, shared,
+                        common[:, None].expand_as(shared)])
 
 
 def as_record(values: list[list[list[float]]]) -> dict[str, float | list[float]]:
@@ -93,17 +100,19 @@ def as_record(values: list[list[list[float]]]) -> dict[str, float | list[float]]
     probe/ties/layer{i}: share of tied rows, and probe/ties_head/layer{i}, the same by head;
     probe/row_max/layer{i}: the largest score;
     probe/wq_norm/layer{i}: the largest spectral norm of a head's W_Q, and probe/wq_norm_head/layer{i}, by head;
-    probe/key_mean_head/layer{i}: the mean key over what keys differ from it by, by head.
+    probe/key_mean_head/layer{i}: the mean key over what keys differ from it by, by head;
+    probe/input_mean/layer{i}: the same of the inputs that W_Q, W_K and W_V read.
     What is the largest of a layer is NaN where a head's is.
     """
     out: dict[str, float | list[float]] = {}
-    for i, (ties, row_max, norms, shared) in enumerate(zip(*values, strict=True)):
+    for i, (ties, row_max, norms, shared, common) in enumerate(zip(*values, strict=True)):
         out[f"probe/ties/layer{i}"] = sum(ties) / len(ties)
         out[f"probe/ties_head/layer{i}"] = [round(x, 5) for x in ties]
         out[f"probe/row_max/layer{i}"] = max(row_max, key=lambda x: (x != x, x))
         out[f"probe/wq_norm/layer{i}"] = max(norms, key=lambda x: (x != x, x))
         out[f"probe/wq_norm_head/layer{i}"] = [round(x, 4) for x in norms]
         out[f"probe/key_mean_head/layer{i}"] = [float(f"{x:.4g}") for x in shared]
+        out[f"probe/input_mean/layer{i}"] = float(f"{common[0]:.4g}")
     return out
 
 

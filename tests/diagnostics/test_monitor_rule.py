@@ -20,7 +20,7 @@ def records(steps: int, **series) -> list[dict]:
     """
     found = []
     for step in range(steps):
-        values = [[[base] * H for _ in range(L)] for base in (0.05, 1.0, 2.0, 0.5)]
+        values = [[[base] * H for _ in range(L)] for base in (0.05, 1.0, 2.0, 0.5, 0.5)]
         for kind, name in enumerate(("ties", "row_max", "wq_norm", "key_mean")):
             for (layer, head), planted in series.get(name, {}).items():
                 values[kind][layer][head] = planted[min(step, len(planted) - 1)]

@@ -23,7 +23,7 @@ def write(folder: Path, ties: float, at: int, fails: int | None, norm: float = 2
         if step % 100 == 0:
             now = step >= at
             tied, norms = [0.05, ties if now else 0.05, 0.05], [2.0, 2 * norm if now else 2.0, 2.0]
-            record |= as_record([[tied], [[1.0] * 3], [norms], [[0.5] * 3]])
+            record |= as_record([[tied], [[1.0] * 3], [norms], [[0.5] * 3], [[0.5] * 3]])
         lines.append(to_json(record))
     (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
     (folder / "run.json").write_text(json.dumps({"name": folder.name}))

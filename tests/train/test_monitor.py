@@ -237,6 +237,6 @@ def test_two_ranks(runner, planted):
     one = runner("one", **flags | dict(gradient_accumulation_steps=2, batch_size=2, probe_sequences=2))
     assert switches(one) == switches(whole)
     probed = [key for key in one.records[0] if key.startswith("probe/")]  # one rank reads both ranks' sequences here
-    assert len(probed) == 12
+    assert len(probed) == 14
     for key in probed:
         assert whole.records[0][key] == pytest.approx(one.records[0][key], rel=1e-6)
