@@ -425,8 +425,8 @@ def dq_kernel(p_q, p_k, p_v, d_q, d_k, d_v, d_do, p_o, p_rest, p_do, p_lse, p_de
 
 @triton.jit
 def load_both(p_x, p_y, rows, T, EVEN: tl.constexpr, TOGETHER: tl.constexpr):
-    """x and y, FP32, of these rows, 0 past T. TOGETHER: by one load of two rows of pointers. Where loads are pipelined two
-    a tile cost up to 18 % of the kernel's time; where they are not, one takes more instructions than two."""
+    """x and y, FP32, of these rows, 0 past T. TOGETHER: by one load of two rows of pointers. Where loads are pipelined
+    two a tile cost up to 18 % of the kernel's time; where they are not, one takes more instructions than two."""
     if TOGETHER:
         rows = rows[None, :]
         both = tl.where(tl.arange(0, 2) == 0, p_x, p_y)[:, None] + rows

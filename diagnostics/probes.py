@@ -62,8 +62,8 @@ def largest_eigenvalues(gram: Tensor) -> Tensor:
 
 def key_mean(k: Tensor) -> Tensor:
     """What keys k (..., T, D), or other vectors, have in common, (...): the length of their mean over the root mean
-    square length of them less it, in FP32. The mean key adds the same to all scores of a row, so it changes no probability and has no
-    gradient of its own but what rounding leaves over."""
+    square length of them less it, in FP32. The mean key adds the same to all scores of a row, so it changes no
+    probability and has no gradient of its own but what rounding leaves over."""
     k = k.float()
     common = k.mean(-2, keepdim=True)
     return common.norm(dim=-1).squeeze(-1) / (k - common).square().sum(-1).mean(-1).sqrt()

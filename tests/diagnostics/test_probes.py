@@ -121,7 +121,7 @@ def test_key_means():
         own = np.sqrt(np.square(k - mean).sum(-1).mean(-1))
         expected = (np.sqrt(np.square(mean).sum(-1))[..., 0] / own).max(0)
         assert values[f"probe/key_mean_head/layer{i}"] == pytest.approx(expected, rel=1e-3) and expected.min() > 0.01
-    x = model.transformer.h[0].ln_1(model.transformer.wte.weight[idx]).detach().numpy()  # the first layer's: no positions
+    x = model.transformer.h[0].ln_1(model.transformer.wte.weight[idx]).detach().numpy()  # without positions
     mean = x.mean(1, keepdims=True)
     expected = (np.sqrt(np.square(mean).sum(-1))[:, 0] / np.sqrt(np.square(x - mean).sum(-1).mean(-1))).max()
     assert values["probe/input_mean/layer0"] == pytest.approx(expected, rel=1e-3) and expected > 0.01
