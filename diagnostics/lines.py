@@ -25,7 +25,14 @@ def subplots(*shape: int, figsize: tuple[float, float], **options) -> tuple:
 
 
 def save(figure, path: str | Path, dpi: int) -> None:
-    """Writes a figure in the format that the name ends in, whole or not at all. Errors as `write_bytes`."""
+    """Writes a figure in the format that the name ends in, whole or not at all; names of runs, corpora and models may
+    contain "$", as nothing but the numbers on an axis is set as a formula. Errors as `write_bytes`."""
+    from matplotlib.text import Text
+
+    numbers = {label for axes in figure.axes for axis in (axes.xaxis, axes.yaxis)
+               for label in axis.get_ticklabels(which="both")}
+    for text in set(figure.findobj(Text)) - numbers:
+        text.set_parse_math(False)
     drawn = io.BytesIO()
     figure.savefig(drawn, format=Path(path).suffix[1:], dpi=dpi)
     write_bytes(path, drawn.getvalue())

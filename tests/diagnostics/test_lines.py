@@ -7,7 +7,7 @@ import matplotlib
 import pytest
 
 from diagnostics import figures
-from diagnostics.lines import label_ends, subplots, whole_ticks
+from diagnostics.lines import label_ends, save, subplots, whole_ticks
 
 DRAW = random.Random(0)
 ENDS = {"spread": lambda n: [DRAW.random() for _ in range(n)], "equal": lambda n: [1.0] * n,
@@ -61,3 +61,17 @@ def test_what_is_counted_has_whole_ticks():
     axes[1].set_xticks([1.5])  # chosen, not counted
     whole_ticks(figure)
     assert all(tick == round(tick) for tick in axes[0].get_xticks()) and list(axes[1].get_xticks()) == [1.5]
+
+
+def test_names_are_no_formulas(tmp_path):
+    """A name between dollars that is no formula is drawn as it is; the numbers of a logarithmic axis are formulas."""
+    figure, axis = subplots(figsize=(3, 3))
+    axis.plot([1, 2], [1, 1e4], label=r"$\lr{$ 2")
+    axis.set(yscale="log", title=r"run_$\no$", xlabel="$_{")
+    axis.annotate(r"$\end$", (1, 1))
+    axis.legend()
+    figure.suptitle(r"a $\such{$")
+    save(figure, tmp_path / "figure.png", dpi=50)
+    numbers = [label for label in axis.get_yticklabels() if label.get_text()]
+    assert (tmp_path / "figure.png").stat().st_size > 1000
+    assert numbers and all("$" in label.get_text() and label.get_parse_math() for label in numbers)
