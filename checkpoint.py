@@ -200,8 +200,8 @@ def load_latest(out_dir: str | Path) -> dict:
             return load(path)
         except CheckpointError as error:
             print(f"passed over a damaged checkpoint: {error}")
-    raise CheckpointError(f"{out_dir} has no {'readable ' if paths else ''}checkpoint (ckpt_*.pt) to resume from; "
-                          "start with init_from=scratch or give the out_dir of an earlier run")
+    raise CheckpointError(f"{out_dir} has no {'readable ' if paths else ''}checkpoint (ckpt_*.pt); give the out_dir "
+                          "of a run that has, or begin one with init_from=scratch")
 
 
 def strip_prefixes(state_dict: dict) -> dict:

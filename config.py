@@ -3,8 +3,12 @@
 Names are nanoGPT's where nanoGPT has one, with its meaning. Imports nothing of ours.
 """
 
+import contextlib
 import dataclasses
 import difflib
+import io
+import itertools
+import os
 import re
 import sys
 import tomllib
@@ -202,8 +206,10 @@ def from_file(path: str | Path) -> Config:
     try:
         table = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
-        near = ", ".join(sorted(str(p) for p in Path("configs").glob("*.toml"))[:40])
-        raise ConfigError(f"cannot read the config file {path}: {error.strerror}; there are {near}") from None
+        near = sorted(Path(__file__).with_name("configs").glob("*.toml"),
+                      key=lambda p: -difflib.SequenceMatcher(None, p.stem, Path(path).stem).ratio())[:1]
+        near = "".join(f"; the nearest is {os.path.relpath(p)}" for p in near)
+        raise ConfigError(f"cannot read the config file {path}: {error.strerror}{near}") from None
     except ValueError as error:  # TOMLDecodeError, UnicodeDecodeError, and an integer of more digits than Python reads
         raise ConfigError(f"{path} is not valid TOML: {error}") from None
     return from_dict(table, str(path))
@@ -254,10 +260,24 @@ def load(argv: list[str]) -> Config:
     check_once(argv)
     import tyro  # here, so that reading a config file needs nothing but Python
 
-    return tyro.cli(Config, default=base, args=argv, config=(tyro.conf.FlagConversionOff,), use_underscores=True,
-                    prog="train.py [CONFIG.toml]",
-                    description="Train GPT-2 with pluggable attention. The defaults shown are those of the config "
-                                "file, where one is named before the first flag.")
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            return tyro.cli(Config, default=base, args=argv, config=(tyro.conf.FlagConversionOff,),
+                            use_underscores=True, prog="train.py [CONFIG.toml]",
+                            description="Train GPT-2 with pluggable attention. The defaults shown are those of the "
+                                        "config file, where one is named before the first flag.")
+    except SystemExit as stop:
+        if not stop.code:  # --help
+            raise
+        raise ConfigError(_unboxed(said.getvalue())) from None
+
+
+def _unboxed(box: str) -> str:
+    """The sentence at the head of the box that tyro draws, in Unicode or ASCII, around an error and its flag's help."""
+    lines = [line.strip("│| ").strip("─╭╮╰╯-+") for line in box.splitlines()[1:]]
+    said = itertools.takewhile(bool, itertools.dropwhile(lambda line: not line, lines))
+    return re.sub("^Error parsing (Config: )?", "", " ".join(said)) or " ".join(box.split())
 
 
 def key_of(flag: str) -> str:

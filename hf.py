@@ -28,8 +28,8 @@ def find_folder(source: str) -> Path:
     """The local folder behind "gpt2", "gpt2-medium" (downloaded to the Hugging Face cache) or a path. ConfigError."""
     if source not in HUB:
         if not (Path(source) / "config.json").is_file():
-            raise ConfigError(f"init_from={source} is neither {' nor '.join(HUB)} nor a folder with a config.json and "
-                              f"one of {', '.join(WEIGHTS)}")
+            raise ConfigError(f"init_from={source} is neither scratch, resume, a checkpoint (*.pt), {', '.join(HUB)} "
+                              f"nor a folder with a config.json and one of {', '.join(WEIGHTS)}")
         return Path(source)
     try:
         from huggingface_hub import snapshot_download

@@ -75,5 +75,7 @@ def prepare_command(folder: Path) -> str:
     """The command that makes a missing corpus of this name."""
     if Path(folder).name == "openwebtext":
         return "python data/openwebtext/prepare.py"
-    return (f"python data/text/prepare.py DIR --out {folder} (without DIR: the embedded corpus; --tokenizer "
-            "gpt2-8192 for configs/mini_*.toml)")
+    if Path(folder).name == "embedded":
+        return f"python data/text/prepare.py --out {folder}"
+    return (f"python data/text/prepare.py DIR --out {folder} with DIR a folder of text, and --tokenizer gpt2-8192 for "
+            "configs/mini_*.toml")

@@ -59,7 +59,7 @@ def check_extra(extra: list[str], own: dict[str, str], arms: dict[str, Iterable[
 
 
 def check_arm(name: str, argv: list[str]) -> Config:
-    """What train.py would make of an arm's flags. Errors: ConfigError, which names the arm, and tyro's SystemExit."""
+    """What train.py would make of an arm's flags. Errors: ConfigError, which names the arm."""
     with contextlib.chdir(ROOT):
         try:
             config = load(argv)

@@ -10,7 +10,19 @@ import pytest
 
 from attention import BACKENDS, specs_of
 from attention.spec import SWITCHES
-from config import HINTS, Backend, Config, ConfigError, as_dict, from_dict, from_file, load, override, read_values
+from config import (
+    HINTS,
+    Backend,
+    Config,
+    ConfigError,
+    _unboxed,
+    as_dict,
+    from_dict,
+    from_file,
+    load,
+    override,
+    read_values,
+)
 
 ROOT = Path(__file__).parents[1]
 FILES = sorted(ROOT.glob("configs/**/*.toml"))
@@ -151,13 +163,22 @@ def test_what_no_file_holds(key, value):
     Config(out_dir="größe ☃", wandb_tags=("ü",))
 
 
+def test_a_box_is_a_sentence():
+    """Drawn in Unicode, or in ASCII where a terminal has no more; test_user_errors.py has what tyro draws here."""
+    for box in ("╭─ Value error ───╮\n│ Error parsing --seed: no  │\n│ integer: 'x'. │\n│ ─── │\n│ help │\n╰────╯\n",
+                " Value error \n -------- \n  Error parsing --seed: no \n  integer: 'x'. \n  \n  help\n ----\n"):
+        assert _unboxed(box) == "--seed: no integer: 'x'."
+    assert _unboxed("told otherwise\n") == "told otherwise"
+
+
 def test_wrong_files(tmp_path):
     path = tmp_path / "x.toml"
     path.write_text(f"seed = 1{'0' * 5000}\n")
     with pytest.raises(ConfigError, match=r"x\.toml is not valid TOML: Exceeds the limit"):
         from_file(path)
     path.write_text("batch_size = 3\nbatch_size = 4\n")
-    for file, words in ((path, "is not valid TOML"), (tmp_path / "none.toml", "there are configs/cpu_flash_bf16.toml")):
+    for file, words in ((path, "is not valid TOML"), (tmp_path / "none.toml", "No such file"), (
+            tmp_path / "mini_flash_bf61.toml", "No such .* directory; the nearest is .*configs/mini_flash_bf16.toml$")):
         with pytest.raises(ConfigError, match=words):
             from_file(file)
     path.write_text("batch_sizes = 3\n")

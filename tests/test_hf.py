@@ -155,7 +155,7 @@ def test_a_computation_that_the_model_lacks_is_refused(folder, tmp_path, key, va
 
 
 def test_incomplete_and_damaged_folders(folder, tmp_path):
-    with pytest.raises(ConfigError, match=r"neither gpt2 nor gpt2-medium nor a folder"):
+    with pytest.raises(ConfigError, match=r"neither scratch, resume, .*, gpt2, gpt2-medium nor a folder"):
         read_pretrained(str(tmp_path))
     (tmp_path / "config.json").write_text((folder / "config.json").read_text())
     with pytest.raises(ConfigError, match=r"neither model.safetensors nor pytorch_model.bin"):

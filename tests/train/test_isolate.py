@@ -358,7 +358,7 @@ def test_what_cannot_run_is_told_before_anything_is_started(one_arm, capsys, fla
     try:
         code = isolate.main(isolate.__doc__, {**ARMS, "pv_fp32": Arm()}, "", "isolation.json",
                             override(argv(2), *flags))
-    except SystemExit as stop:  # argparse's and tyro's
+    except SystemExit as stop:  # argparse's
         code = stop.code
     said = capsys.readouterr()
     assert code == 2 and re.search(message, " ".join((said.out + said.err).split())) and not folder.exists()
