@@ -107,7 +107,7 @@ def init(device: str, timeout_s: float = 600.0) -> Group:
                          "them all, or unset them to run one process")
     rank, local_rank, world_size = (0, 0, 1) if alone else (int(os.environ[name]) for name in _VARIABLES[:3])
     local_size = 1 if alone else int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-    place = _place(device, local_rank, local_size)
+    place = place_of(device, local_rank, local_size)
     if place.type == "cuda":
         torch.cuda.set_device(place)
     group = Group(rank, local_rank, world_size, place, timeout_s=timeout_s)
@@ -126,8 +126,9 @@ def init(device: str, timeout_s: float = 600.0) -> Group:
     return group
 
 
-def _place(device: str, local_rank: int, local_size: int) -> torch.device:
-    """The device of this rank; every local rank comes to the same verdict, so none is left waiting for another."""
+def place_of(device: str, local_rank: int = 0, local_size: int = 1) -> torch.device:
+    """The device of this rank; every local rank comes to the same verdict, so none is left waiting for another. Errors
+    as `init`."""
     if device == "cpu":
         return torch.device("cpu")
     kind, _, number = device.partition(":")

@@ -52,7 +52,9 @@ def describe_run(config, plan, group, trainer) -> dict:
 
 def print_header(info: dict, group) -> None:
     """The header a person reads; the full config is in run.json."""
-    order, chunk = info["order"], info["config"]["loss_chunk"]
+    order, chunk, seed = info["order"], info["config"]["loss_chunk"], info["config"]["seed"]
+    drawn = order.get("seed", seed)
+    mixed = drawn not in (None, seed) and info["config"]["init_from"] == "scratch"
     lines = {
         "run": f"{info['name']}  ({info['config']['out_dir']})",
         "model": f"{info['n_params']:,} parameters without positions, {info['config']['n_layer']} layers",
@@ -61,7 +63,8 @@ def print_header(info: dict, group) -> None:
                 f"{info['world_size']} rank(s)" + (f", loss {chunk} tokens at a time" if chunk else ""),
         "data": f"{info['data']['path']}, {info['data']['tokens']:,} tokens, sha256 {info['data']['sha256'][:12]}",
         "order": f"{order['mode']} {order['path']}" + (f", first {order['rows']} rows, sha256 {order['sha256'][:12]}"
-                                                       if order["sha256"] else ""),
+                                                       if order["sha256"] else "")
+                 + (f"; drawn with seed {drawn}, these weights are of seed {seed}" if mixed else ""),
         "device": f"{info['device_name']}, attention by {' and '.join(info['kernels'])}, "
                   f"autocast {info['config']['dtype']}, "
                   + (f"compiled ({info['config']['compile_mode']})" if info["config"]["compile"] else "not compiled"),
@@ -95,7 +98,7 @@ def print_switches(config, plan, group) -> None:
 def _describe_order(config, plan) -> dict:
     if plan.order:
         return {"mode": "replayed", "path": str(config.replay), "rows": config.max_iters,
-                "sha256": plan.order.sha256(config.max_iters)}
+                "sha256": plan.order.sha256(config.max_iters), "seed": plan.order.header.seed}
     path = str(Path(config.out_dir) / "order.bin") if config.record else ""
     return {"mode": "recorded" if config.record else "drawn", "path": path, "rows": None, "sha256": None}
 

@@ -74,7 +74,7 @@ def read_meta(folder: Path) -> Meta | None:
 def prepare_command(folder: Path) -> str:
     """The command that makes a missing corpus of this name."""
     if Path(folder).name == "openwebtext":
-        return "python data/openwebtext/prepare.py"
+        return "python data/openwebtext/prepare.py (configs/cpu_flash_bf16.toml needs no such download)"
     if Path(folder).name == "embedded":
         return f"python data/text/prepare.py --out {folder}"
     return (f"python data/text/prepare.py DIR --out {folder} with DIR a folder of text, and --tokenizer gpt2-8192 for "

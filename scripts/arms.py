@@ -16,6 +16,7 @@ from typing import TextIO
 from attention import specs_of
 from checkpoint import checkpoints, step_of
 from config import Config, ConfigError, as_dict, key_of, load, override
+from distributed import place_of
 from metrics import read_metrics, read_run
 from plan import check_memory, open_data, remedies_of
 from scripts.runs import sessions_of
@@ -73,6 +74,7 @@ def check_arm(name: str, argv: list[str]) -> Config:
             *_, order = open_data(config)
             if order:
                 order.close()
+            place_of(config.device)
         except ValueError as error:
             raise ConfigError(f"arm {name}: {error}") from None
     return config

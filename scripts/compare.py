@@ -33,6 +33,7 @@ UNCHECKED = "DIFFERENT ORDERS: differences are not of the same batches"
 def compare(runs: Sequence[Run], allow_different_orders: bool = False) -> dict:
     """The comparison as plain values: {"reference", "same_order", "label", "runs": [...]}, losses in nats per token.
 
+    "weights" is the seed of those that it began with, None where they were another run's or are not known;
     "ran_away" and "scores_ran_away" are None for a run that was not probed. Raises CompareError where orders differ,
     unless that is allowed; the result then says so in "label".
     """
@@ -51,6 +52,7 @@ def compare(runs: Sequence[Run], allow_different_orders: bool = False) -> dict:
         alarm, scores = runaway(run.records), scores_ran_away(run.records)
         norms = [norm for norm in run.series("grad_norm")[1] if math.isfinite(norm)]
         row = {"name": run.name, "attention": run.info.get("attention"), "resumed_with": run.resumed_with(),
+               "weights": run.weights(),
                "steps": run.steps,
                "final_loss": losses[-1], "final_val_loss": validation[-1] if validation else None,
                "step_of_failure": failure_of(run.records),
@@ -84,6 +86,10 @@ def table(result: dict) -> str:
             + (f"; {result['label']}" if result["label"] else "")]
     text += columns(lines)
     text += [f"{row['name']} went on with {told(other)}" for row in result["runs"] for other in row["resumed_with"]]
+    seeds = [(row["name"], row["weights"]) for row in result["runs"] if row["weights"] is not None]
+    if len({seed for _, seed in seeds}) > 1:
+        began = ", ".join(f"{name} with those of seed {seed}" for name, seed in seeds)
+        text.append(f"began with other weights: {began}")
     text += _sampled_differences(result)
     for key, title, form in (("ties", "share of rows with tied maxima, last (largest)", ".4f"),
                              ("wq_norm", "largest spectral norm of a head's W_Q, last (largest)", ".2f")):

@@ -62,6 +62,8 @@ def open_run(paths: list[Path], dataset: str | None = None) -> tuple:
     if order:
         with OrderFile(order) as file:
             rows = file.rows
+        if not max(rows, last):
+            raise OrderError(f"{run} stopped before its first step, so there is nothing to diagnose; train it further")
         if rows < last:
             raise OrderError(f"{order} holds {rows} steps, fewer than the {last} of {checkpoint.latest(run)}; take a "
                              "whole copy of it")

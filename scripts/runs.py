@@ -62,6 +62,11 @@ class Run:
                 found += [{"step": start} | other] if other else []
         return found
 
+    def weights(self) -> int | None:
+        """The seed of the weights it began with; None where they were another run's, or the header does not tell."""
+        config = self.info.get("config", {})
+        return config.get("seed") if config.get("init_from", "scratch") == "scratch" else None
+
 
 def sessions_of(header: dict) -> list[tuple[int, dict]]:
     """(first step, keys of the config that are not as the run was begun with) of each session of a run.json."""

@@ -321,6 +321,17 @@ def test_user_errors(run, tmp_path, capsys):
     assert not (tmp_path / "out").exists()
 
 
+def test_a_run_that_stopped_before_its_first_step(run, tmp_path, capsys):
+    moved = shutil.copytree(run, tmp_path / "run", ignore=shutil.ignore_patterns("diagnosis", "ckpt_*"))
+    state = checkpoint.load(run / "ckpt_00000004.pt") | {"step": 0}
+    torch.save(state, moved / "ckpt_00000000.pt")
+    with OrderFile(run / "order.bin") as order:
+        rows = order.header.row_bytes * order.rows
+    os.truncate(moved / "order.bin", (moved / "order.bin").stat().st_size - rows)
+    assert diagnose.main([str(moved), "--device", "cpu", "--out", str(tmp_path / "out")]) == 2
+    assert f"{moved} stopped before its first step, so there is nothing to diagnose; train" in capsys.readouterr().err
+
+
 def test_an_order_file_that_was_cut_off(run, tmp_path, capsys):
     """The last row that it has is not the run's last one."""
     moved = shutil.copytree(run, tmp_path / "run", ignore=shutil.ignore_patterns("diagnosis"))

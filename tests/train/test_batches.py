@@ -9,6 +9,8 @@ import train
 from attention import AttentionLayer
 from data.loader import draw_offsets, open_tokens
 from replay.order import OrderFile
+from scripts.compare import compare, table
+from scripts.runs import load_runs
 from trainer import EVALUATION_DRAW
 
 
@@ -50,6 +52,18 @@ def test_recorded_replayed_and_plain_runs_are_one(runner, monkeypatch):
 
 def test_another_seed_is_another_order(runner):
     assert digest(runner("a", seed=1, max_iters=2)) != digest(runner("b", seed=2, max_iters=2))
+
+
+def test_another_seed_on_a_recorded_order_is_said(runner):
+    """The batches are the same and the weights are not, which the losses do not tell."""
+    a = runner("a", seed=1, max_iters=2)
+    same, other = (runner(name, seed=seed, max_iters=2, replay=a.out / "order.bin")
+                   for name, seed in (("b", 1), ("c", 2)))
+    told = ["drawn with seed 1, these weights are of seed 2" in run.stdout for run in (a, same, other)]
+    assert told == [False, False, True]
+    texts = [table(compare(load_runs([a.out, run.out]))) for run in (same, other)]
+    assert ["began with other weights: a with those of seed 1, c with those of seed 2" in text for text in texts] == [
+        False, True] and "other weights" not in texts[0]
 
 
 def test_watching_changes_nothing(runner):

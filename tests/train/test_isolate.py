@@ -220,7 +220,7 @@ def test_the_small_runs_own_arms_can_run_and_stop_where_w_q_shows(tmp_path, corp
         raise KeyboardInterrupt
 
     monkeypatch.setattr(reproduce_mini, "run_arms", run_arms)
-    assert reproduce_mini.main(["--dataset", str(corpus), "--out", str(tmp_path / "mini")]) == 130
+    assert reproduce_mini.main(["--dataset", str(corpus), "--out", str(tmp_path / "mini"), "--device=cpu"]) == 130
     assert started == ["flash_bf16", 5000]
 
 
@@ -347,6 +347,7 @@ def test_an_experiment_run_from_another_folder_reads_what_it_wrote(one_arm):
     (["--parallel", "0"], "--parallel=0 must be positive"),
     (["--minutes", "nan"], "--minutes=nan must be positive"),
     (["--seeds", "1", "-1"], "seed=-1 must be zero or more"),
+    (["--device=cuda:99"], "arm pv_fp32: device=cuda:99 (needs a CUDA GPU|does not exist)"),
     (["--monitor=stop"], "arm pv_fp32: monitor=stop ends a run before it is known .* use --monitor=warn"),
     (["--pv=fp16"], "pv_fp32: pv='fp16'|pv='fp16' is not one of"),
     (["--learnin_rate=1"], "learnin"),
@@ -375,7 +376,7 @@ def test_an_arm_that_ends_with_an_error_is_told(one_arm, monkeypatch, capsys):
 @pytest.mark.parametrize("arm, message", [("flash_bf16:delt=dp_p", "delt"), ("flash_bf16", "an arm is named twice, or"),
                                           ("flash", "flash"), ("standard:pv=fp32", "arm standard_pv_fp32: ")])
 def test_the_small_run_checks_its_arms_before_it_records(tmp_path, corpus, capsys, arm, message):
-    argv = ["--dataset", str(corpus), "--out", str(tmp_path / "mini"), "--arms", arm]
+    argv = ["--dataset", str(corpus), "--out", str(tmp_path / "mini"), "--device=cpu", "--arms", arm]
     try:
         code = reproduce_mini.main(argv)
     except SystemExit as stop:
