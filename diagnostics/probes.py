@@ -81,9 +81,11 @@ def measure(model: nn.Module, idx: Tensor, autocast) -> Tensor:
     training = model.training
     model.eval()
     blocks = [m for m in model.modules() if hasattr(m, "c_attn")]
-    with attention_inputs(model) as inputs, arguments(block.c_attn for block in blocks) as x, autocast:
-        model(idx)
-    model.train(training)
+    try:
+        with attention_inputs(model) as inputs, arguments(block.c_attn for block in blocks) as x, autocast:
+            model(idx)
+    finally:
+        model.train(training)
     layers = [m for m in model.modules() if isinstance(m, AttentionLayer)]
     stats = [attend(*inputs[i], layer.spec, layer.rng, stats=True)[1] for i, layer in enumerate(layers)]
     ties, row_max = torch.stack([one.ties for one in stats]), torch.stack([one.row_max for one in stats])

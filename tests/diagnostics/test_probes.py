@@ -185,7 +185,8 @@ def test_a_probe_leaves_the_model_alone():
     assert torch.equal(state, torch.get_rng_state()) and all(p.grad is None for p in model.parameters())
     assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
     with pytest.raises(ValueError, match="exceeds block_size"):
-        probe(model, torch.zeros(1, T + 1, dtype=torch.int64), AUTOCAST)
+        probe(model.train(), torch.zeros(1, T + 1, dtype=torch.int64), AUTOCAST)
+    assert model.training
     with pytest.raises(KeyError), attention_inputs(model):
         raise KeyError("inside")
     assert not any(m._forward_pre_hooks or m._forward_hooks for m in model.modules())
